@@ -1,0 +1,165 @@
+"""The interface of a KV cache manager. The engine never asks which version it has.
+
+Lengths of a request's cache, in tokens: ``committed <= history <= capacity``.
+
+- *capacity*: positions that have a page to be written to;
+- *history*: positions whose K and V are in the pages;
+- *committed*: positions whose full blocks are published for reuse by others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kvferry.core import BlockCounts, BlockTable, KVFerryError, KVLayout, MemRegion, OverloadedError
+
+
+class OutOfBlocksError(OverloadedError):
+    """A pool has too few free blocks; nothing was changed. Free some, preempt, or raise `kv_cache.bytes`."""
+
+
+class CacheStateError(KVFerryError):
+    """Our bug: a cache was used against its contract (after close, below its history). Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """The memory of one layer group.
+
+    buffer: uint8, [num_blocks * layout.slot_nbytes], contiguous.
+    view: the same memory typed, [block, layer, plane, head, token, dim] (token before head in TOKEN_HEAD order).
+    generations: int64 [num_blocks]; a block's entry is raised before its first overwrite by a new owner.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    buffer: torch.Tensor
+    view: torch.Tensor
+    generations: torch.Tensor
+
+    @property
+    def region(self) -> MemRegion:
+        return _region(self.buffer)
+
+    @property
+    def generation_region(self) -> MemRegion:
+        return _region(self.generations)
+
+
+def _region(tensor: torch.Tensor) -> MemRegion:
+    nbytes = tensor.numel() * tensor.element_size()
+    return MemRegion(addr=tensor.data_ptr(), nbytes=nbytes, device=str(tensor.device))
+
+
+class BlockHold(ABC):
+    """Blocks kept from reuse beyond their cache's life: pinned (others read them) or quarantined (others may
+    still write them). Owned by the caller; `release` gives them back, once."""
+
+    @property
+    @abstractmethod
+    def tables(self) -> tuple[BlockTable, ...]:
+        """One per layer group, with the generations at the time the hold was taken."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Raises CacheStateError the second time."""
+
+
+class KVCache(ABC):
+    """One request's cache, from `KVCacheManager.open` to `close`. Not thread-safe: the engine thread owns it."""
+
+    @property
+    @abstractmethod
+    def committed(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def history(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def reused(self) -> int:
+        """Tokens found in the prefix cache when it was opened; all three lengths start there."""
+
+    @abstractmethod
+    def reserve(self, capacity: int) -> None:
+        """Raises capacity to at least `capacity` tokens. Atomic: OutOfBlocksError leaves everything as it was."""
+
+    @abstractmethod
+    def advance(self, history: int) -> None:
+        """Positions below `history` have been written. CacheStateError when it falls or passes capacity."""
+
+    @abstractmethod
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Publishes every full block of history for reuse; `token_ids` are the sequence's, from position 0.
+
+        A block whose content is published already (by another request) is swapped for the published one.
+        """
+
+    @abstractmethod
+    def block_table(self, group: int) -> Sequence[int]:
+        """Slot ids of layer group `group` in token order; a view that changes with the cache."""
+
+    @abstractmethod
+    def first_block(self, group: int) -> int:
+        """Index of the first block still in the table (0, except where a window has dropped stale ones)."""
+
+    @abstractmethod
+    def pin(self) -> BlockHold:
+        """Keeps the blocks of history for readers, also after `close`."""
+
+    @abstractmethod
+    def quarantine(self) -> BlockHold:
+        """Closes the cache and keeps *uncommitted* blocks from everybody until the hold is released."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives every block back; published ones stay findable until evicted. CacheStateError the second time."""
+
+
+class KVCacheManager(ABC):
+    """Owns the pools of one worker and hands out caches. Not thread-safe: the engine thread owns it."""
+
+    version: str
+    core: str
+    """`python` or `cpp`: which implementation of the bookkeeping runs."""
+
+    @property
+    @abstractmethod
+    def pools(self) -> tuple[KVPool, ...]:
+        """One per layer group, in the order of the layouts given."""
+
+    @abstractmethod
+    def match(self, scope: str, token_ids: Sequence[int]) -> int:
+        """Longest prefix, in tokens, that every layer group could serve now. Changes nothing."""
+
+    @abstractmethod
+    def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int) -> KVCache:
+        """A cache for a sequence beginning with `token_ids`, its longest published prefix of at most `max_reuse`
+        tokens already in it (0: none). A worker that must sample passes len(token_ids) - 1."""
+
+    @abstractmethod
+    def can_reserve(self, tokens: int) -> bool:
+        """Whether a fresh cache without any reuse could `reserve(tokens)` now, evicting cached prefixes."""
+
+    @abstractmethod
+    def max_tokens(self) -> int:
+        """The longest capacity one request could ever get, with the pools to itself."""
+
+    @abstractmethod
+    def counts(self) -> BlockCounts: ...
+
+    @abstractmethod
+    def clear_reuse(self) -> None:
+        """Forgets every published prefix that no live cache uses."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a structural invariant is broken. For tests and idle moments."""

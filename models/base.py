@@ -1,0 +1,80 @@
+"""What a model is to the engine, and what the engine is to a model.
+
+A model declares the layouts of its caches and computes; it never sees block tables. Attention over the
+paged cache and the packed linears are operators the engine supplies per device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from kvferry.core import DType, KVLayout, ModelLimits
+
+
+class Attention(Protocol):
+    """Writes this step's K and V to the paged cache and attends over everything each sequence has there."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """layer: global layer id. q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+        Returns [tokens, heads, head_dim]. Rows are the step's tokens, all sequences concatenated."""
+        ...
+
+
+class Linear(Protocol):
+    """y = x W^T (+ b), weights packed once for the device."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class LinearFactory(Protocol):
+    """Packs a weight [out, in] for this device; the caller gives up its reference to the plain one."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's tokens, all sequences concatenated.
+
+    token_ids, positions: int64 [tokens]. logit_rows: int64 [rows], which tokens need logits.
+    attention: the paged-attention operator bound to this step's block tables.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    attention: Attention
+
+
+class CausalLM(ABC):
+    """A text backbone. Built by the loader from (config, weights, linear factory); stateless between steps."""
+
+    @property
+    @abstractmethod
+    def limits(self) -> ModelLimits: ...
+
+    @abstractmethod
+    def layouts(self, tokens_per_block: int, kv_dtype: DType) -> tuple[KVLayout, ...]:
+        """One KVLayout per layer group."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits, float32 [rows, vocab], for batch.logit_rows."""
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint, read on demand. CheckpointError names a missing or misshapen one."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+
+Config = Mapping[str, Any]
+"""A checkpoint's config.json, as read."""

@@ -1,0 +1,1 @@
+"""The gRPC contract, package ``kvferry.v1``. The ``*_pb2`` modules are generated when kvferry is installed."""

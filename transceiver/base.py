@@ -1,0 +1,160 @@
+"""Interfaces of the transceiver layer: the agent ABI below, the runtime above.
+
+An *agent* (one per backend and runtime language) moves bytes between registered memory of two processes.
+A *transceiver* (one per worker) advertises, loads and releases caches over an agent; prefill and decode
+schedulers see only the transceiver.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+from kvferry.core import BlockTable, MemRegion, RankInfo, TokenRange
+from kvferry.kvcache import BlockHold
+
+CopyArray = npt.NDArray[np.uint64]
+"""[copies, 3]: local address, remote address, bytes."""
+
+
+class OpState(Enum):
+    """A physical operation. IN_DOUBT: it failed or was abandoned, and may still touch memory."""
+
+    NOT_SUBMITTED = "not_submitted"
+    SUBMITTED = "submitted"
+    DONE = "done"
+    IN_DOUBT = "in_doubt"
+
+
+class CancelOutcome(Enum):
+    NOT_FOUND = "not_found"
+    ALREADY_COMPLETE = "already_complete"
+    CANCELLED_BEFORE_ADVERTISE = "cancelled_before_advertise"
+    IN_FLIGHT = "in_flight"
+    BACKEND_UNHEALTHY = "backend_unhealthy"
+
+
+class Direction(Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+class Operation(ABC):
+    """One submitted copy list. `release` it when it is DONE or has been given up."""
+
+    @abstractmethod
+    def poll(self) -> OpState:
+        """Non-blocking. An error of the backend becomes IN_DOUBT, with `error` set; it never raises."""
+
+    @property
+    @abstractmethod
+    def error(self) -> str: ...
+
+    @abstractmethod
+    def release(self) -> None: ...
+
+
+class Agent(ABC):
+    """The agent ABI. Errors of the backend surface as TransferError."""
+
+    @abstractmethod
+    def register(self, region: MemRegion) -> None: ...
+
+    @abstractmethod
+    def deregister(self, region: MemRegion) -> None: ...
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """What a peer needs to reach the memory registered so far."""
+
+    @abstractmethod
+    def load_peer(self, incarnation: str, metadata: bytes) -> None: ...
+
+    @abstractmethod
+    def forget_peer(self, incarnation: str) -> None: ...
+
+    @abstractmethod
+    def submit(self, direction: Direction, peer: str, copies: CopyArray) -> Operation:
+        """Starts the copies. May block for their whole length (call it where that is allowed)."""
+
+    @abstractmethod
+    def notify(self, peer: str, message: bytes) -> None: ...
+
+    @abstractmethod
+    def drain_notifications(self) -> list[tuple[str, bytes]]:
+        """(peer incarnation, message) pairs that arrived since the last call."""
+
+    @abstractmethod
+    def fence(self, peer: str) -> None:
+        """Afterwards no local operation with `peer` can touch memory any more."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended. error is None when every byte arrived and the generation check passed.
+
+    in_doubt: the pages may still be written to. nbytes: bytes moved. seconds: submit to DONE.
+    """
+
+    transfer_id: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    copies: int = 0
+    error: str | None = None
+    in_doubt: bool = False
+
+
+class Transceiver(ABC):
+    """What prefill and decode schedulers use. Thread-safe; callbacks run on the transceiver's own thread and
+    must only enqueue."""
+
+    @property
+    @abstractmethod
+    def local(self) -> RankInfo: ...
+
+    @abstractmethod
+    def connect(self, endpoint: str) -> RankInfo:
+        """Handshakes with the peer at `endpoint` unless done already, and warms the path. Blocking, bounded.
+        Raises TransferError naming what does not fit."""
+
+    # -- source side ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def advertise(
+        self, hold: BlockHold, tokens: TokenRange, tokens_digest: bytes, on_release: Callable[[], None]
+    ) -> bytes:
+        """Mints the opaque handle of a hand-off. From now until DONE, FAILED, cancel or the lease's end the
+        transceiver keeps `hold` pinned; then it calls `on_release` once, and the *engine thread* releases the hold."""
+
+    @abstractmethod
+    def withdraw(self, handle: bytes) -> CancelOutcome:
+        """Gives up an advertised hand-off. Idempotent."""
+
+    # -- destination side -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load(
+        self,
+        handle: bytes,
+        tokens_digest: bytes,
+        tables: Sequence[BlockTable],
+        tokens: TokenRange,
+        on_done: Callable[[LoadResult], None],
+    ) -> int:
+        """Starts pulling positions `tokens` of the advertised cache into the local blocks `tables` (one per group,
+        block 0 first) and returns a load id at once. `on_done` is called exactly once. An empty range moves
+        nothing and only tells the source that it is done."""
+
+    @abstractmethod
+    def cancel_load(self, load_id: int) -> CancelOutcome:
+        """`on_done` still follows, with error set, when it was in flight."""
+
+    @abstractmethod
+    def close(self) -> None: ...
