@@ -159,9 +159,7 @@ def timings_to_wire(timings: Timings) -> generation_pb2.Timings:
 
 
 def timings_from_wire(wire: generation_pb2.Timings) -> Timings:
-    return Timings(
-        wire.queue_ms, wire.prefill_ms, wire.transfer_ms, wire.decode_ms, wire.ttft_ms, wire.total_ms
-    )
+    return Timings(wire.queue_ms, wire.prefill_ms, wire.transfer_ms, wire.decode_ms, wire.ttft_ms, wire.total_ms)
 
 
 def aux_to_wire(aux: AuxRecord) -> worker_pb2.AuxRecord:
@@ -372,9 +370,7 @@ def rank_from_wire(wire: worker_pb2.RankInfo) -> RankInfo:
 
 def handle_to_bytes(handle: TransferHandle) -> bytes:
     blocks = [
-        worker_pb2.BlockList(
-            ids=table.block_ids, generations=table.generations, first_block=table.first_block
-        )
+        worker_pb2.BlockList(ids=table.block_ids, generations=table.generations, first_block=table.first_block)
         for table in handle.blocks
     ]
     wire = worker_pb2.TransferHandle(

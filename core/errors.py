@@ -111,8 +111,6 @@ _BY_CODE: dict[ErrorCode, type[KVFerryError]] = {
 }
 
 
-def error_for_code(
-    code: ErrorCode, message: str, field: str = "", retry_after_s: float = 0.0
-) -> KVFerryError:
+def error_for_code(code: ErrorCode, message: str, field: str = "", retry_after_s: float = 0.0) -> KVFerryError:
     """The error a remote peer raised, raised again here."""
     return _BY_CODE.get(code, InternalError)(message, field=field, retry_after_s=retry_after_s)

@@ -60,9 +60,7 @@ _REQUEST_DEAD = frozenset({RequestState.FAILED, RequestState.CANCELLED})
 REQUEST_TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
     RequestState.QUEUED: frozenset({RequestState.PREFILLING, RequestState.DECODING}) | _REQUEST_DEAD,
     # PREFILLING -> QUEUED: the prefill worker was lost and another takes the prompt.
-    RequestState.PREFILLING: frozenset(
-        {RequestState.TRANSFERRING, RequestState.FINISHED, RequestState.QUEUED}
-    )
+    RequestState.PREFILLING: frozenset({RequestState.TRANSFERRING, RequestState.FINISHED, RequestState.QUEUED})
     | _REQUEST_DEAD,
     RequestState.TRANSFERRING: frozenset({RequestState.DECODING, RequestState.QUEUED}) | _REQUEST_DEAD,
     RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.QUEUED}) | _REQUEST_DEAD,
@@ -115,14 +113,11 @@ DECODE_TRANSITIONS: Mapping[DecodeLeg, frozenset[DecodeLeg]] = {
     DecodeLeg.RESERVED: frozenset({DecodeLeg.LOADING, DecodeLeg.QUEUED}) | _DECODE_DEAD,
     # LOADING -> QUEUED: the load failed; the prompt is computed here instead.
     DecodeLeg.LOADING: frozenset({DecodeLeg.RUNNING, DecodeLeg.PREFILLING, DecodeLeg.QUEUED}) | _DECODE_DEAD,
-    DecodeLeg.PREFILLING: frozenset(
-        {DecodeLeg.RUNNING, DecodeLeg.SUSPENDED, DecodeLeg.FINISHED, DecodeLeg.QUEUED}
-    )
+    DecodeLeg.PREFILLING: frozenset({DecodeLeg.RUNNING, DecodeLeg.SUSPENDED, DecodeLeg.FINISHED, DecodeLeg.QUEUED})
     | _DECODE_DEAD,
     # RUNNING -> QUEUED: preempted without a tier to suspend to; computed again later.
     DecodeLeg.RUNNING: frozenset({DecodeLeg.SUSPENDED, DecodeLeg.FINISHED, DecodeLeg.QUEUED}) | _DECODE_DEAD,
-    DecodeLeg.SUSPENDED: frozenset({DecodeLeg.RUNNING, DecodeLeg.PREFILLING, DecodeLeg.QUEUED})
-    | _DECODE_DEAD,
+    DecodeLeg.SUSPENDED: frozenset({DecodeLeg.RUNNING, DecodeLeg.PREFILLING, DecodeLeg.QUEUED}) | _DECODE_DEAD,
     DecodeLeg.FINISHED: frozenset(),
     DecodeLeg.FAILED: frozenset(),
     DecodeLeg.CANCELLED: frozenset(),

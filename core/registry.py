@@ -34,9 +34,7 @@ class Registry(Generic[T]):
             near = get_close_matches(name, self._entries, n=3)
             hint = f"did you mean {', '.join(near)}? " if near else ""
             choices = ", ".join(sorted(self._entries))
-            raise ConfigError(
-                f"unknown {self.kind} {name!r}: {hint}known: {choices}", field=self.field
-            ) from None
+            raise ConfigError(f"unknown {self.kind} {name!r}: {hint}known: {choices}", field=self.field) from None
 
     def names(self) -> list[str]:
         return sorted(self._entries)

@@ -69,9 +69,7 @@ class SamplingParams:
                 f"at most max_tokens ({self.max_tokens})",
                 self.min_tokens,
             )
-        _check(
-            "stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings", len(self.stop)
-        )
+        _check("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings", len(self.stop))
         _check("stop", all(self.stop), "made of non-empty strings", self.stop)
         _check("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "at least 0", self.stop_token_ids)
         _check(

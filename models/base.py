@@ -18,9 +18,7 @@ from kvferry.core import DType, KVLayout, ModelLimits
 class Attention(Protocol):
     """Writes this step's K and V to the paged cache and attends over everything each sequence has there."""
 
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """layer: global layer id. q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
         Returns [tokens, heads, head_dim]. Rows are the step's tokens, all sequences concatenated."""
         ...
