@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from kvferry.core import BlockCounts, BlockTable, KVFerryError, KVLayout, MemRegion, OverloadedError
 
 

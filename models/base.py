@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
 from kvferry.core import DType, KVLayout, ModelLimits
 
 

@@ -14,6 +14,7 @@ from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
+
 from kvferry.core import BlockTable, MemRegion, RankInfo, TokenRange
 from kvferry.kvcache import BlockHold
 
