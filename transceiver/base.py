@@ -158,4 +158,9 @@ class Transceiver(ABC):
         """`on_done` still follows, with error set, when it was in flight."""
 
     @abstractmethod
+    def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:
+        """For a load that ended in doubt: calls `on_quiet` once no local operation can write its pages any more
+        (at once, if that is so already; after the peer was fenced otherwise)."""
+
+    @abstractmethod
     def close(self) -> None: ...
