@@ -1,1 +1,34 @@
-"""TODO"""
+"""One aggregated worker: batching, the step (forward, sample), attention and linear operators per device, `LLM`."""
+
+from kvferry.engine.generation import DecodeSequence, GenerationScheduler, KVLoader, LoadOutcome
+from kvferry.engine.linear import linear_factory
+from kvferry.engine.llm import LLM, Completion
+from kvferry.engine.runner import Chunk, ModelRunner
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.scheduler import BatchScheduler, Emit
+from kvferry.engine.sequence import Sequence
+from kvferry.engine.settings import EngineSettings
+from kvferry.engine.thread import EngineThread, EventStream
+from kvferry.engine.worker import EngineHost, EngineState, abort
+
+__all__ = [
+    "LLM",
+    "BatchScheduler",
+    "Chunk",
+    "Completion",
+    "DecodeSequence",
+    "Emit",
+    "EngineHost",
+    "EngineSettings",
+    "EngineState",
+    "EngineThread",
+    "EventStream",
+    "GenerationScheduler",
+    "KVLoader",
+    "LoadOutcome",
+    "ModelRunner",
+    "Sampled",
+    "Sequence",
+    "abort",
+    "linear_factory",
+]

@@ -1,0 +1,38 @@
+"""Brings advertised KV into this worker's blocks: a transceiver as the scheduler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.core import BlockTable, TokenRange
+from kvferry.engine import LoadOutcome
+from kvferry.kvcache import BlockHold
+from kvferry.transceiver import LoadResult, Transceiver
+
+
+class TransceiverLoader:
+    """A KVLoader. `post` runs a call on the engine thread: the transceiver answers on its own."""
+
+    def __init__(self, transceiver: Transceiver, post: Callable[[Callable[[], None]], None]) -> None:
+        self._transceiver = transceiver
+        self._post = post
+
+    def start(
+        self,
+        handle: bytes,
+        tokens_digest: bytes,
+        tables: tuple[BlockTable, ...],
+        tokens: TokenRange,
+        done: Callable[[LoadOutcome], None],
+    ) -> int:
+        def on_done(result: LoadResult) -> None:
+            outcome = LoadOutcome(result.nbytes, result.error, result.in_doubt)
+            self._post(lambda: done(outcome))
+
+        return self._transceiver.load(handle, tokens_digest, tables, tokens, on_done)
+
+    def cancel(self, load_id: int) -> None:
+        self._transceiver.cancel_load(load_id)
+
+    def quarantine(self, load_id: int, hold: BlockHold) -> None:
+        self._transceiver.when_quiet(load_id, lambda: self._post(hold.release))

@@ -1,0 +1,91 @@
+"""The decode worker (and, without a transceiver, the aggregated one), behind ``kvferry.v1.Decode``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvferry.core import DECODE_TRANSITIONS, DecodeLeg, Lifecycle, OutputDelta, codec
+from kvferry.decode.loader import TransceiverLoader
+from kvferry.engine import EngineHost, EngineState, GenerationScheduler, ModelRunner, Sequence, abort
+from kvferry.kvcache import KVCacheManager
+from kvferry.proto import worker_pb2, worker_pb2_grpc
+from kvferry.text import Tokenizer
+from kvferry.transceiver import Transceiver
+
+
+class DecodeWorker(worker_pb2_grpc.DecodeServicer):
+    """Owns its scheduler, engine thread and transceiver; `close` ends them.
+
+    recompute: a request whose KV could not be loaded computes its prompt here (else it fails).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner,
+        manager: KVCacheManager,
+        transceiver: Transceiver | None,
+        tokenizer: Tokenizer | None,
+        recompute: bool = True,
+    ) -> None:
+        self._host = EngineHost(name)
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._transceiver = transceiver
+        loader = TransceiverLoader(transceiver, self._host.thread.post) if transceiver else None
+        self._scheduler = GenerationScheduler(runner, manager, self._host.thread.emit, loader, recompute)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_DecodeServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """Call on the running loop of the gRPC server."""
+        self._host.start(self._scheduler)
+
+    async def state(self) -> EngineState:
+        return await self._host.state()
+
+    def drain(self) -> None:
+        self._host.drain()
+
+    def connect(self, endpoint: str) -> None:
+        """First contact with a prefill worker; blocking. Raises TransferError naming what does not fit."""
+        if self._transceiver is not None:
+            self._transceiver.connect(endpoint)
+
+    def close(self) -> None:
+        self._host.close()
+        if self._transceiver is not None:
+            self._transceiver.close()
+
+    # -- kvferry.v1.Decode (loop) -----------------------------------------------------------------------
+
+    async def Run(  # noqa: N802 - the name of the RPC
+        self, wire: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.DecodeReply]:
+        try:
+            sequence = self._sequence(wire)
+            async with self._host.run(sequence, lambda: self._add(sequence, wire.handle)) as events:
+                async for event in events:
+                    assert isinstance(event, OutputDelta)
+                    yield codec.delta_to_wire(event)
+                    if event.finish_reason is not None:
+                        return
+        except Exception as error:
+            await abort(context, error, wire.request.request_id)
+
+    def _sequence(self, wire: worker_pb2.DecodeRequest) -> Sequence[DecodeLeg]:
+        leg = Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS)
+        sequence = Sequence(codec.request_from_wire(wire.request), leg, self._runner.limits, self._tokenizer)
+        if wire.HasField("aux"):
+            sequence.cached_tokens = wire.aux.usage.cached_tokens
+        return sequence
+
+    def _add(self, sequence: Sequence[DecodeLeg], handle: bytes) -> None:
+        if handle:
+            self._scheduler.add_with_handle(sequence, handle)
+        else:
+            self._scheduler.add(sequence)

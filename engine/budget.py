@@ -1,0 +1,59 @@
+"""How many tokens one step may compute: pure values, no clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+MIN_CHUNK_TOKENS = 16
+_SMOOTHING = 0.3
+
+
+class StepBudget:
+    """Follows the measured cost of a token so that a step stays under a time limit.
+
+    The limit is what a cancel or a new stream waits for at most. Starts low and grows, so that the first step
+    of a slow machine does not overshoot.
+    """
+
+    def __init__(self, most_tokens: int, max_step_ms: float) -> None:
+        self._most_tokens = most_tokens
+        self._max_step_s = max_step_ms / 1000.0
+        self._tokens = min(most_tokens, 64)
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Notes that a step of `tokens` took `seconds`. Small steps say little about the cost of a large one."""
+        if tokens < min(MIN_CHUNK_TOKENS, self._tokens) or seconds <= 0:
+            return
+        # Aim below the limit: the next chunk attends over a longer context than this one did.
+        affordable = tokens * (0.8 * self._max_step_s) / seconds
+        target = min(affordable, 2.0 * self._tokens)
+        smoothed = self._tokens + _SMOOTHING * (target - self._tokens) if target > self._tokens else target
+        self._tokens = max(MIN_CHUNK_TOKENS, min(self._most_tokens, int(smoothed)))
+
+
+class Pending(Protocol):
+    """A sequence with tokens left to compute."""
+
+    @property
+    def uncomputed(self) -> int: ...
+
+
+def plan_chunks(pending: Iterable[Pending], budget: int) -> list[int]:
+    """How many tokens of each pending sequence to compute now, in order, within `budget`.
+
+    Sequences with one token left (those that are decoding) come first whatever their place: they always get
+    it, so that a long prompt never stalls a running stream. The rest is shared first come, first served.
+    """
+    sequences: Sequence[Pending] = list(pending)
+    chunks = [1 if sequence.uncomputed == 1 else 0 for sequence in sequences]
+    left = max(budget - sum(chunks), MIN_CHUNK_TOKENS)
+    for index, sequence in enumerate(sequences):
+        if chunks[index] == 0 and left > 0:
+            chunks[index] = min(sequence.uncomputed, left)
+            left -= chunks[index]
+    return chunks

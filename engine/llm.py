@@ -1,0 +1,160 @@
+"""One aggregated worker in this process: the engine without a cluster, and the golden reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvferry.core import (
+    DECODE_TRANSITIONS,
+    DecodeLeg,
+    FinishReason,
+    InvalidRequestError,
+    KVFerryError,
+    Lifecycle,
+    OutputDelta,
+    Resolution,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+    WorkerRequest,
+    new_request_id,
+)
+from kvferry.engine.generation import DecodeSequence, GenerationScheduler
+from kvferry.engine.runner import ModelRunner
+from kvferry.engine.settings import EngineSettings
+from kvferry.kvcache import create_manager
+from kvferry.models import read_config, resolve_model
+from kvferry.resolution import ResolveRequest, resolve
+from kvferry.text import Tokenizer
+
+DEFAULT_KV_BYTES = 1 << 30
+
+Prompt = str | Mapping[str, Any]
+"""Text, or {"prompt_token_ids": [...]}, either with an optional "cache_salt"."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one prompt got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage = field(default_factory=Usage)
+
+    def add(self, delta: OutputDelta) -> None:
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.usage = delta.usage
+
+
+class LLM:
+    """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32, temperature=0))``.
+
+    model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
+    KV pools. settings: fields of `EngineSettings`. Raises ConfigError naming a setting. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        manager: str = "auto",
+        kv_bytes: int = DEFAULT_KV_BYTES,
+        prefix_reuse: bool = True,
+        **settings: Any,
+    ) -> None:
+        model_dir = resolve_model(os.fspath(model))
+        self.resolution = _resolve(model_dir, manager)
+        self.tokenizer = Tokenizer.load(model_dir)
+        self._runner = ModelRunner.load(model_dir, EngineSettings(**settings))
+        self.manager = create_manager(
+            self.resolution.manager, self._runner.layouts, kv_bytes, prefix_reuse=prefix_reuse
+        )
+        self._events: list[tuple[int, object]] = []
+        self._scheduler = GenerationScheduler(self._runner, self.manager, lambda *event: self._events.append(event))
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, in order. Raises the first error, after the others have been cancelled."""
+        choices = _per_prompt(prompts, sampling or SamplingParams())
+        waiting = [self._sequence(prompt, choice) for prompt, choice in zip(prompts, choices, strict=True)]
+        completions = {sequence.key: Completion() for sequence in waiting}
+        waiting.reverse()
+        try:
+            self._run(waiting, completions)
+        except BaseException:
+            self._scheduler.close()
+            self._events.clear()
+            raise
+        return list(completions.values())
+
+    def _run(self, waiting: list[DecodeSequence], completions: dict[int, Completion]) -> None:
+        room = self._runner.settings.max_queued
+        while waiting or self._scheduler.has_work:
+            while waiting and self._scheduler.queued < room:
+                self._scheduler.add(waiting.pop())
+            self._scheduler.step()
+            events, self._events[:] = list(self._events), []
+            for key, event in events:
+                if isinstance(event, KVFerryError):
+                    raise event
+                assert isinstance(event, OutputDelta)
+                completions[key].add(event)
+
+    def _sequence(self, prompt: Prompt, sampling: SamplingParams) -> DecodeSequence:
+        if isinstance(prompt, str):
+            token_ids, salt = self.tokenizer.encode(prompt), ""
+        else:
+            token_ids, salt = _mapped_prompt(prompt)
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
+        request = WorkerRequest(new_request_id(), tuple(token_ids), sampling, scope=salt)
+        leg = Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS)
+        return DecodeSequence(request, leg, self._runner.limits, self.tokenizer)
+
+    def close(self) -> None:
+        self._scheduler.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _resolve(model_dir: Path, manager: str) -> Resolution:
+    config = read_config(model_dir)
+    architecture = (config.get("architectures") or [""])[0]
+    return resolve(ResolveRequest(architecture=architecture, config=config, backend="NONE", manager=manager))
+
+
+def _per_prompt(
+    prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+) -> Sequence[SamplingParams]:
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * len(prompts)
+    if len(sampling) != len(prompts):
+        raise InvalidRequestError(f"{len(prompts)} prompts, but {len(sampling)} sampling parameters", field="sampling")
+    return sampling
+
+
+def _mapped_prompt(prompt: Mapping[str, Any]) -> tuple[Sequence[int], str]:
+    known = {"prompt_token_ids", "cache_salt"}
+    unknown = set(prompt) - known
+    if unknown or "prompt_token_ids" not in prompt:
+        raise InvalidRequestError(
+            f"a prompt mapping has the keys {sorted(known)}, got {sorted(prompt)}", field="prompt"
+        )
+    return prompt["prompt_token_ids"], prompt.get("cache_salt", "")

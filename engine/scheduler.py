@@ -1,0 +1,232 @@
+"""Continuous batching with chunked prefill: what every role's scheduler shares.
+
+One step is: expire, admit, plan, make room, execute, accept. A sequence that is decoding is one with a single
+uncomputed token, so prompts and streams share one plan. Everything here runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvferry.core import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    KVFerryError,
+    OutputDelta,
+    OverloadedError,
+    RequestCancelledError,
+)
+from kvferry.engine.budget import StepBudget, plan_chunks
+from kvferry.engine.runner import Chunk, ModelRunner
+from kvferry.engine.sampler import Sampled
+from kvferry.engine.sequence import Sequence
+from kvferry.kvcache import KVCache, KVCacheManager, OutOfBlocksError
+
+logger = logging.getLogger(__name__)
+
+L = TypeVar("L", bound=Enum)
+Emit = Callable[[int, object], None]
+"""(sequence key, event): an OutputDelta, a role's own result, or a KVFerryError. The last event of a key is an
+error, a result, or a delta with a finish_reason."""
+
+
+class BatchScheduler(ABC, Generic[L]):
+    """The state of one worker's batch. `legs` is the role's state enum."""
+
+    def __init__(self, runner: ModelRunner, manager: KVCacheManager, emit: Emit, legs: type[L]) -> None:
+        self.runner = runner
+        self.manager = manager
+        self._emit = emit
+        self._legs = legs
+        self._settings = runner.settings
+        self._budget = StepBudget(self._settings.step_token_budget, self._settings.max_step_ms)
+        self._waiting: deque[Sequence[L]] = deque()
+        self._running: list[Sequence[L]] = []  # in order of admission: the last is preempted first
+        self._blocked_at_free: int | None = None
+        self._ended: Counter[str] = Counter()
+
+    # -- entry points -----------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence[L]) -> None:
+        """Queues a sequence. Raises OverloadedError when the queue is full, InvalidRequestError when the KV pool
+        could never hold it."""
+        needed = sequence.prompt_len + sequence.max_tokens
+        most = self.manager.max_tokens()
+        if needed > most:
+            raise InvalidRequestError(
+                f"prompt and max_tokens need {needed} tokens of KV cache, but the pool holds {most}: "
+                "lower max_tokens or raise kv_cache.bytes",
+                field="max_tokens",
+            )
+        if len(self._waiting) >= self._settings.max_queued:
+            raise OverloadedError(
+                f"{len(self._waiting)} requests are queued, the limit engine.max_queued", retry_after_s=1.0
+            )
+        self._waiting.append(sequence)
+
+    def cancel(self, key: int) -> None:
+        """Ends a sequence now and gives its blocks back. Unknown and ended keys are ignored."""
+        for sequence in self._live():
+            if sequence.key == key:
+                self._end(sequence, self._legs["CANCELLED"], RequestCancelledError("the request was cancelled"))
+                return
+
+    def step(self) -> bool:
+        """Computes one step; False when there was nothing to compute."""
+        self._expire()
+        self._admit()
+        chunks = self._make_chunks()
+        if not chunks:
+            return False
+        started = time.monotonic()
+        try:
+            sampled = self.runner.execute(chunks, self.manager.pools)
+        except Exception:
+            self._fail_step(chunks)
+            return True
+        self._budget.observe(sum(chunk.length for chunk in chunks), time.monotonic() - started)
+        for chunk, choice in zip(chunks, sampled, strict=True):
+            if choice is not None:
+                self._accept(chunk.sequence, choice)
+        return True
+
+    def close(self) -> None:
+        """Ends every live sequence as cancelled."""
+        for sequence in list(self._live()):
+            self._end(sequence, self._legs["CANCELLED"], RequestCancelledError("the worker is shutting down"))
+
+    def counts(self) -> dict[str, int]:
+        """Leg state -> sequences: live ones now, ended ones since start."""
+        counts = Counter(self._ended)
+        counts.update(sequence.leg.state.value for sequence in self._live())
+        return dict(counts)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    # -- what roles define ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, sequence: Sequence[L]) -> bool:
+        """Admits a waiting sequence; False, with nothing changed, when there are too few free blocks."""
+
+    @abstractmethod
+    def _accept(self, sequence: Sequence[L], sampled: Sampled) -> None:
+        """Takes a sampled token, emits it, and moves the sequence's leg."""
+
+    def _live(self) -> Iterator[Sequence[L]]:
+        yield from list(self._running)
+        yield from list(self._waiting)
+
+    @property
+    def _admitted(self) -> int:
+        return len(self._running)
+
+    # -- one step's parts -------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for sequence in self._live():
+            if sequence.deadline is not None and now >= sequence.deadline:
+                message = f"the deadline of {sequence.request.deadline_s:.3f} s passed"
+                self._end(sequence, self._legs["FAILED"], DeadlineExceededError(message, field="deadline"))
+
+    def _admit(self) -> None:
+        while self._waiting and self._admitted < self._settings.max_batch:
+            # Opening a cache is not free: try again only when more blocks are free than when it last failed.
+            if self._blocked_at_free is not None and self.manager.counts().free <= self._blocked_at_free:
+                return
+            self._blocked_at_free = None
+            sequence = self._waiting.popleft()
+            try:
+                admitted = self._start(sequence)
+            except KVFerryError as error:
+                self._end(sequence, self._legs["FAILED"], error)
+                continue
+            if not admitted:
+                self._waiting.appendleft(sequence)
+                self._blocked_at_free = self.manager.counts().free
+                return
+
+    def _open_cache(self, sequence: Sequence[L]) -> KVCache | None:
+        """A cache with room for every token so far; None when there are too few free blocks."""
+        tokens = sequence.tokens
+        cache = self.manager.open(sequence.request.scope, tokens, max_reuse=len(tokens) - 1)
+        try:
+            cache.reserve(len(tokens))
+        except OutOfBlocksError:
+            cache.close()
+            return None
+        # Leave each running sequence a block to grow into, or the newcomer would be preempted at once.
+        if self._admitted and self.manager.counts().free < self._admitted:
+            cache.close()
+            return None
+        return cache
+
+    def _make_chunks(self) -> list[Chunk]:
+        chunks = []
+        running = list(self._running)
+        for sequence, length in zip(running, plan_chunks(running, self._budget.tokens), strict=True):
+            if length and sequence.cache is not None and self._make_room(sequence, length):
+                sequence.mark("started")
+                chunks.append(Chunk(sequence, length))
+        return chunks
+
+    def _make_room(self, sequence: Sequence[L], length: int) -> bool:
+        """Reserves capacity, preempting the latest admitted sequences; False when this one was preempted itself.
+
+        Victims are never scheduled yet: sequences are scheduled in order of admission.
+        """
+        assert sequence.cache is not None
+        wanted = sequence.cache.history + length
+        while True:
+            try:
+                sequence.cache.reserve(wanted)
+                return True
+            except OutOfBlocksError:
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence[L]) -> None:
+        """Gives its blocks up; it is computed again later, from what the prefix cache still holds."""
+        logger.warning(
+            "preempted at %d tokens: the KV pool is full (kv_cache.bytes)",
+            len(sequence.tokens),
+            extra={"request_id": sequence.request.request_id},
+        )
+        self._running.remove(sequence)
+        sequence.drop_cache()
+        sequence.leg.to(self._legs["QUEUED"])
+        self._waiting.appendleft(sequence)
+
+    def _fail_step(self, chunks: list[Chunk]) -> None:
+        """A bug in the forward pass ends the sequences of that step, not the worker."""
+        ids = ", ".join(chunk.sequence.request.request_id for chunk in chunks)
+        logger.exception("a step failed; its requests end with an error: %s", ids)
+        for chunk in chunks:
+            self._end(chunk.sequence, self._legs["FAILED"], InternalError("the forward pass failed; see the log"))
+
+    def _end(self, sequence: Sequence[L], leg: L, event: KVFerryError | OutputDelta | object) -> None:
+        """The one way out: out of every list, blocks given back, last event emitted."""
+        sequence.leg.to(leg)
+        self._ended[leg.value] += 1
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        sequence.drop_cache()
+        self._emit(sequence.key, event)

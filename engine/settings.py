@@ -1,0 +1,42 @@
+"""The few values an engine takes. The configuration file and its flags live in ``cluster/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.core import ConfigError, DType
+
+PRECISIONS = ("fp32",)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Raises ConfigError naming the setting.
+
+    threads: compute threads of this worker (None: all cores this process may use).
+    max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
+    shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
+    max_queued: requests waiting for a place before new ones are refused.
+    """
+
+    device: str = "cpu"
+    precision: str = "fp32"
+    threads: int | None = None
+    kv_dtype: DType = DType.FLOAT32
+    tokens_per_block: int = 16
+    max_batch: int = 64
+    step_token_budget: int = 512
+    max_step_ms: float = 250.0
+    max_queued: int = 1024
+    max_context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigError(
+                f"engine.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",
+                field="engine.precision",
+            )
+        for name in ("threads", "tokens_per_block", "max_batch", "step_token_budget", "max_step_ms", "max_queued"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"engine.{name} must be at least 1, got {value}", field=f"engine.{name}")

@@ -1,0 +1,129 @@
+"""Choosing tokens: filters, penalties, random numbers, log probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from kvferry.core import SamplingParams
+from kvferry.engine.sampler import RowRequest, sample, uniform
+
+
+def one(logits: list[float], position: int = 5, **params: object) -> int:
+    row = RowRequest(SamplingParams(**params), position)  # type: ignore[arg-type]
+    return sample(torch.tensor([logits]), [row])[0].token_id
+
+
+def frequencies(logits: list[float], draws: int = 4000, **params: object) -> list[float]:
+    counts = Counter(one(logits, position, seed=11, **params) for position in range(draws))
+    return [counts[token] / draws for token in range(len(logits))]
+
+
+def test_uniform_is_a_pure_function_of_seed_and_position() -> None:
+    # Worked out once; a change of these numbers changes every seeded answer.
+    assert [uniform(7, position) for position in (0, 1)] == [uniform(7, 0), uniform(7, 1)]
+    values = [uniform(seed, position) for seed in range(50) for position in range(50)]
+    assert all(0.0 <= value < 1.0 for value in values)
+    assert len(set(values)) == len(values)
+    assert abs(sum(values) / len(values) - 0.5) < 0.02
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert one([0.1, 3.0, 2.9], temperature=0.0) == 1
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = [0.0, 1.0, 2.0]
+    expected = torch.softmax(torch.tensor(logits), 0).tolist()
+    assert frequencies(logits) == pytest.approx(expected, abs=0.03)
+
+
+def test_temperature_sharpens() -> None:
+    expected = torch.softmax(torch.tensor([0.0, 1.0, 2.0]) / 0.5, 0).tolist()
+    assert frequencies([0.0, 1.0, 2.0], temperature=0.5) == pytest.approx(expected, abs=0.03)
+
+
+def test_tiny_temperature_is_greedy_and_finite() -> None:
+    assert one([5.0, 80.0, 79.0], temperature=1e-6, seed=3) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 2}, {3, 2}),
+        ({"top_p": 0.6}, {3}),  # softmax: .64 .24 .09 .03
+        ({"top_p": 0.7}, {3, 2}),
+        ({"top_k": 3, "top_p": 0.7}, {3, 2}),  # of what top_k left: .66 .24 .09
+        ({"min_p": 0.2}, {3, 2}),  # at least a fifth of .64
+        ({"top_k": 1}, {3}),
+    ],
+)
+def test_filters_keep_exactly_the_allowed(params: dict[str, float], allowed: set[int]) -> None:
+    seen = {token for token, share in enumerate(frequencies([0.0, 1.0, 2.0, 3.0], 1500, **params)) if share > 0}
+    assert seen == allowed
+
+
+def test_top_p_over_a_nucleus_wider_than_the_sorted_candidates() -> None:
+    vocab = 5000  # uniform: the nucleus of .9 is 4500 tokens
+    row = [RowRequest(SamplingParams(top_p=0.9, seed=1), position) for position in range(300)]
+    chosen = {sampled.token_id for sampled in sample(torch.zeros(300, vocab), row)}
+    assert len(chosen) > 250
+    assert max(chosen) > 1024
+
+
+def test_a_batch_equals_its_rows_one_by_one() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50)
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=5),
+        SamplingParams(seed=3, top_p=0.5),
+        SamplingParams(seed=4, min_p=0.1),
+        SamplingParams(seed=5, temperature=0.3, frequency_penalty=1.0),
+    ]
+    rows = [RowRequest(choice, 9, (1, 2), (3, 3, 4)) for choice in params]
+    together = [sampled.token_id for sampled in sample(logits.clone(), rows)]
+    alone = [sample(logits[i : i + 1].clone(), [row])[0].token_id for i, row in enumerate(rows)]
+    assert together == alone
+
+
+def test_penalties_follow_their_formulas() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
+    sampling = SamplingParams(
+        temperature=0.0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 4.0}
+    )
+    sample(logits, [RowRequest(sampling, 3, prompt_ids=(0,), output_ids=(1, 1))])
+    # 0: 2/2; 1: -2*2 - .5 - .25*2; 2: untouched; 3: biased
+    assert logits[0].tolist() == pytest.approx([1.0, -5.0, 1.0, 4.5])
+
+
+def test_suppressed_ids_are_never_chosen() -> None:
+    row = RowRequest(SamplingParams(temperature=0.0), 1, suppressed=frozenset({0}))
+    assert sample(torch.tensor([[9.0, 1.0, 2.0]]), [row])[0].token_id == 2
+
+
+def test_logprobs_are_the_models_before_temperature() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    expected = torch.log_softmax(logits[0], 0).tolist()
+    sampled = sample(logits.clone(), [RowRequest(SamplingParams(temperature=0.5, seed=1, logprobs=2), 1)])[0]
+    assert sampled.logprob is not None
+    assert sampled.logprob.logprob == pytest.approx(expected[sampled.token_id], abs=1e-6)
+    assert [token for token, _ in sampled.logprob.top] == [2, 1]
+    assert [value for _, value in sampled.logprob.top] == pytest.approx([expected[2], expected[1]], abs=1e-6)
+
+
+def test_logprobs_zero_gives_only_the_chosen_one() -> None:
+    sampled = sample(torch.tensor([[0.0, 1.0]]), [RowRequest(SamplingParams(temperature=0.0, logprobs=0), 1)])[0]
+    assert sampled.logprob is not None
+    assert sampled.logprob.top == ()
+    assert sampled.logprob.logprob == pytest.approx(math.log(math.e / (1 + math.e)))
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(500, 1)
+    rows = [RowRequest(SamplingParams(seed=4), position) for position in range(500)]
+    assert {sampled.token_id for sampled in sample(logits, rows)} == {1, 3}
