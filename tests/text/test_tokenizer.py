@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.core import CheckpointError, InvalidRequestError
+from kvferry.text import Tokenizer
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "съешь же ещё",
+    "こんにちは世界",
+    "👩‍👩‍👧‍👦 🏳️‍🌈!",
+    "",
+    "  two  spaces\n\n\tend ",
+]
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path, byte_level_dir: Path) -> Path:
+    return Path(shutil.copytree(byte_level_dir, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_then_decode_gives_the_text(byte_level_dir: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(byte_level_dir)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_vocab_size_counts_added_tokens(byte_level_dir: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level_dir)
+    vocab = json.loads((byte_level_dir / "tokenizer.json").read_text())
+    ids = {entry["id"] for entry in vocab["added_tokens"]} | set(vocab["model"]["vocab"].values())
+    assert tokenizer.vocab_size == len(ids)
+
+
+def test_chat_ends_where_the_answer_begins(byte_level_dir: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level_dir)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi 😀"}])
+    assert tokenizer.decode(ids, skip_special=False) == (
+        "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nHi 😀<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(ids) == "system\nYou help.\nuser\nHi 😀\nassistant\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "needle"),
+    [
+        ([], "messages is empty"),
+        ([{"role": "user"}], "messages[0] needs a content"),
+        ([{"role": "user", "content": "a"}, {"content": "b"}], "messages[1] needs a role"),
+        ([{"role": "", "content": "b"}], "messages[0] has an empty role"),
+    ],
+)
+def test_bad_messages_are_named(byte_level_dir: Path, messages: list[dict[str, str]], needle: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Tokenizer.load(byte_level_dir).encode_chat(messages)
+    assert needle in caught.value.message
+    assert caught.value.field == "messages"
+
+
+def test_template_can_refuse(copy_of: Path) -> None:
+    source = (
+        "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content|tojson }}"
+    )
+    (copy_of / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.load(copy_of)
+    message = {"role": "user", "content": "<é>"}
+    assert tokenizer.decode(tokenizer.encode_chat([message])) == '"<é>"'
+    with pytest.raises(InvalidRequestError, match="one at a time"):
+        tokenizer.encode_chat([message, message])
+
+
+def test_template_is_sandboxed(copy_of: Path) -> None:
+    (copy_of / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+    with pytest.raises(InvalidRequestError, match="refuses"):
+        Tokenizer.load(copy_of).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_generation_and_loop_tags_are_known(copy_of: Path) -> None:
+    (copy_of / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+        "{{ bos_token }}"
+    )
+    tokenizer = Tokenizer.load(copy_of)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
+    assert tokenizer.decode(ids, skip_special=False) == "x<|im_start|>"
+
+
+def test_malformed_template_is_the_checkpoints_fault(copy_of: Path) -> None:
+    (copy_of / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(CheckpointError, match="chat template is malformed"):
+        Tokenizer.load(copy_of)
+
+
+def test_model_without_template_refuses_chat(copy_of: Path) -> None:
+    (copy_of / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.load(copy_of)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_end_of_sequence_ids_come_from_every_place(copy_of: Path) -> None:
+    end = Tokenizer.load(copy_of).encode("<|im_end|>")[0]
+    assert Tokenizer.load(copy_of).eos_token_ids == {end}
+    (copy_of / "config.json").write_text(json.dumps({"eos_token_id": 0, "text_config": {"eos_token_id": 9}}))
+    assert Tokenizer.load(copy_of).eos_token_ids == {0, end}
+    (copy_of / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert Tokenizer.load(copy_of).eos_token_ids == {7, 8, end}
+
+
+def test_missing_and_broken_files_are_named(copy_of: Path) -> None:
+    (copy_of / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not JSON"):
+        Tokenizer.load(copy_of)
+    (copy_of / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(copy_of)
+    (copy_of / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
+        Tokenizer.load(copy_of)
+
+
+def test_lone_surrogate_is_refused(byte_level_dir: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="lone surrogate"):
+        Tokenizer.load(byte_level_dir).encode("a\ud800b")
+
+
+def test_training_time_truncation_is_switched_off(copy_of: Path) -> None:
+    spec = json.loads((copy_of / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (copy_of / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.load(copy_of)
+    assert tokenizer.decode(tokenizer.encode("a b c d e f g h")) == "a b c d e f g h"
+
+
+def test_import_stays_light() -> None:
+    code = "import sys, kvferry.text; print(sorted({'torch', 'transformers', 'ray', 'grpc'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    # core's codec knows grpc messages, but nothing here may need torch or transformers.
+    assert "torch" not in done.stdout
+    assert "transformers" not in done.stdout
