@@ -1,0 +1,168 @@
+"""Continuous batching over real KV managers, with a model whose answers depend on every cached position."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from echo_engine import expected_output, make_bench
+
+from kvferry.core import (
+    DeadlineExceededError,
+    DecodeLeg,
+    FinishReason,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestCancelledError,
+    SamplingParams,
+)
+
+VERSIONS = pytest.mark.parametrize("version", ["V1", "V2"])
+
+
+@VERSIONS
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
+def test_lengths_around_blocks(version: str, length: int) -> None:
+    bench = make_bench(version=version)
+    prompt = list(range(1, length + 1))
+    sequence = bench.add(prompt)
+    bench.run()
+    assert bench.output(sequence.key) == expected_output(prompt, 8)
+    assert bench.finish(sequence.key) is FinishReason.LENGTH
+    assert bench.manager.counts().free == bench.manager.counts().total
+
+
+@VERSIONS
+def test_many_at_once_equal_each_alone(version: str) -> None:
+    bench = make_bench(blocks=200, version=version, step_token_budget=16)
+    prompts = [[p + 1] * (3 + 5 * p) for p in range(12)]
+    sequences = [bench.add(prompt) for prompt in prompts]
+    bench.run()
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert bench.output(sequence.key) == expected_output(prompt, 8)
+    assert max(bench.runner.steps) <= 16 + 12
+    bench.manager.check_integrity()
+
+
+@VERSIONS
+def test_a_common_prefix_is_computed_once(version: str) -> None:
+    bench = make_bench(version=version)
+    first = bench.add([5] * 20)
+    bench.run()
+    computed = sum(bench.runner.steps)
+    second = bench.add([5] * 20 + [6, 7])
+    bench.run()
+    assert bench.output(second.key) == expected_output([5] * 20 + [6, 7], 8)
+    assert sum(bench.runner.steps) - computed == 2 + 7  # the suffix, then a token per step after the first
+    assert bench.events[second.key][-1].usage.cached_tokens == 20
+    assert bench.events[first.key][-1].usage.cached_tokens == 0
+
+
+def test_scopes_never_share() -> None:
+    bench = make_bench()
+    bench.add([5] * 20, scope="a")
+    bench.run()
+    other = bench.add([5] * 20, scope="b")
+    bench.run()
+    assert bench.events[other.key][-1].usage.cached_tokens == 0
+
+
+@VERSIONS
+def test_a_full_pool_preempts_and_everybody_finishes(version: str) -> None:
+    bench = make_bench(blocks=12, version=version)  # 48 tokens; four requests grow to 26 each
+    prompts = [[p + 1] * 6 for p in range(4)]
+    sequences = [bench.add(prompt, count=20) for prompt in prompts]
+    bench.run()
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert bench.output(sequence.key) == expected_output(prompt, 20)
+    assert bench.manager.counts().free == bench.manager.counts().total
+
+
+def test_what_can_never_fit_is_refused_with_the_setting() -> None:
+    bench = make_bench(blocks=4)
+    with pytest.raises(InvalidRequestError, match=r"kv_cache\.bytes") as caught:
+        bench.add([1] * 12, count=12)
+    assert caught.value.field == "max_tokens"
+
+
+def test_a_full_queue_is_refused() -> None:
+    bench = make_bench(max_queued=2)
+    bench.add([1])
+    bench.add([2])
+    with pytest.raises(OverloadedError, match=r"max_queued"):
+        bench.add([3])
+
+
+def test_cancel_waiting_and_running() -> None:
+    bench = make_bench(max_batch=1)
+    running, waiting, kept = bench.add([1] * 5), bench.add([2] * 5), bench.add([3] * 5)
+    bench.scheduler.step()
+    assert running.leg.state is DecodeLeg.RUNNING
+    bench.scheduler.cancel(running.key)
+    bench.scheduler.cancel(waiting.key)
+    bench.scheduler.cancel(waiting.key)  # a second time changes nothing
+    bench.run()
+    for sequence in (running, waiting):
+        assert isinstance(bench.error(sequence.key), RequestCancelledError)
+    assert bench.output(kept.key) == expected_output([3] * 5, 8)
+    assert bench.scheduler.counts() == {"cancelled": 2, "finished": 1}
+    assert bench.manager.counts().free == bench.manager.counts().total
+
+
+def test_a_deadline_ends_a_request() -> None:
+    bench = make_bench()
+    sequence = bench.add([1] * 5, deadline_s=0.01)
+    time.sleep(0.02)
+    bench.run()
+    assert isinstance(bench.error(sequence.key), DeadlineExceededError)
+
+
+def test_a_failed_step_ends_its_requests_only() -> None:
+    bench = make_bench(max_batch=1)
+    broken, fine = bench.add([1] * 5), bench.add([2] * 5)
+    bench.runner.fail = lambda chunks: chunks[0].sequence is broken
+    bench.run()
+    assert isinstance(bench.error(broken.key), InternalError)
+    assert bench.output(fine.key) == expected_output([2] * 5, 8)
+    assert bench.manager.counts().free == bench.manager.counts().total
+
+
+def test_stop_ids_and_min_tokens() -> None:
+    output = expected_output([9, 9], 6)
+    bench = make_bench()
+    stopping = SamplingParams(max_tokens=6, temperature=0.0, stop_token_ids=(output[2],))
+    sequence = bench.add([9, 9], sampling=stopping)
+    bench.run()
+    assert bench.output(sequence.key) == output[:3]
+    assert bench.finish(sequence.key) is FinishReason.STOP
+    held_back = bench.sequence([9, 9], sampling=dataclasses.replace(stopping, min_tokens=4))
+    assert held_back.suppressed_ids == {output[2]}
+
+
+def test_max_tokens_one_gives_one() -> None:
+    bench = make_bench()
+    sequence = bench.add([4, 4, 4], count=1)
+    bench.run()
+    assert len(bench.output(sequence.key)) == 1
+    assert bench.finish(sequence.key) is FinishReason.LENGTH
+
+
+def test_a_replay_goes_on_where_it_stopped() -> None:
+    output = expected_output([7] * 9, 8)
+    bench = make_bench()
+    sequence = bench.add([7] * 9, output_token_ids=tuple(output[:3]))
+    bench.run()
+    assert bench.output(sequence.key) == output[3:]
+    assert bench.events[sequence.key][-1].usage.completion_tokens == 8
+
+
+def test_a_long_prompt_does_not_stall_a_stream() -> None:
+    bench = make_bench(blocks=300, step_token_budget=16)
+    stream = bench.add([1] * 3, count=30)
+    bench.scheduler.step()
+    bench.add([2] * 400, count=1)
+    for step in range(2, 12):
+        bench.scheduler.step()
+        assert len(bench.output(stream.key)) == step

@@ -1,0 +1,127 @@
+"""A model whose KV is its tokens: what it says next depends on every position it reads back from the pool.
+
+A lost, stale or foreign block changes the answer, so scheduling can be tested without weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.core import (
+    DECODE_TRANSITIONS,
+    DecodeLeg,
+    FinishReason,
+    KVFerryError,
+    KVLayout,
+    Lifecycle,
+    ModelLimits,
+    OutputDelta,
+    SamplingParams,
+    WorkerRequest,
+)
+from kvferry.core.layout import GroupKind
+from kvferry.engine import Chunk, EngineSettings, GenerationScheduler, Sampled
+from kvferry.engine import Sequence as EngineSequence
+from kvferry.kvcache import KVCacheManager, KVPool, create_manager
+
+BLOCK = 4
+VOCAB = 1000
+LAYOUT = KVLayout(GroupKind.FULL, layers=(0,), kv_heads=1, head_dim=1, tokens_per_block=BLOCK)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    digest = hashlib.sha256(str(list(tokens)).encode()).digest()
+    return 1 + int.from_bytes(digest[:4], "big") % (VOCAB - 1)
+
+
+def expected_output(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class EchoRunner:
+    """Stands where ModelRunner does. `fail` makes a step raise."""
+
+    settings: EngineSettings
+    limits: ModelLimits = field(default_factory=lambda: ModelLimits(VOCAB, 4096))
+    layouts: tuple[KVLayout, ...] = (LAYOUT,)
+    fail: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
+    steps: list[int] = field(default_factory=list)
+
+    def execute(self, chunks: Sequence[Chunk], pools: Sequence[KVPool]) -> list[Sampled | None]:
+        if self.fail(chunks):
+            raise RuntimeError("injected")
+        self.steps.append(sum(chunk.length for chunk in chunks))
+        return [self._run(chunk, pools[0]) for chunk in chunks]
+
+    def _run(self, chunk: Chunk, pool: KVPool) -> Sampled | None:
+        sequence, cache = chunk.sequence, chunk.cache
+        table = list(cache.block_table(0))
+        completes = chunk.completes
+        for position in range(cache.history, cache.history + chunk.length):
+            slot, offset = table[position // BLOCK], position % BLOCK
+            pool.view[slot, 0, :, 0, offset, 0] = float(sequence.tokens[position])
+        cache.advance(cache.history + chunk.length)
+        cache.commit(sequence.tokens)
+        if not completes:
+            return None
+        read = [
+            int(pool.view[table[position // BLOCK], 0, 1, 0, position % BLOCK, 0]) for position in range(cache.history)
+        ]
+        return Sampled(next_token(read))
+
+
+@dataclass
+class Bench:
+    """A scheduler, its runner and manager, and what it emitted per sequence."""
+
+    runner: EchoRunner
+    manager: KVCacheManager
+    scheduler: GenerationScheduler
+    events: dict[int, list[Any]]
+
+    def sequence(self, prompt: Sequence[int], count: int = 8, **request: Any) -> EngineSequence[DecodeLeg]:
+        sampling = request.pop("sampling", SamplingParams(max_tokens=count, temperature=0.0))
+        worker_request = WorkerRequest("r", tuple(prompt), sampling, **request)
+        return EngineSequence(worker_request, Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS), self.runner.limits, None)
+
+    def add(self, prompt: Sequence[int], count: int = 8, **request: Any) -> EngineSequence[DecodeLeg]:
+        sequence = self.sequence(prompt, count, **request)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def run(self, steps: int = 2000) -> None:
+        for _ in range(steps):
+            if not self.scheduler.step() and not self.scheduler.has_work:
+                return
+        raise AssertionError(f"still at work after {steps} steps: {self.scheduler.counts()}")
+
+    def output(self, key: int) -> list[int]:
+        return [token for event in self.events[key] if isinstance(event, OutputDelta) for token in event.token_ids]
+
+    def finish(self, key: int) -> FinishReason | None:
+        last = self.events[key][-1]
+        return last.finish_reason if isinstance(last, OutputDelta) else None
+
+    def error(self, key: int) -> KVFerryError:
+        last = self.events[key][-1]
+        assert isinstance(last, KVFerryError)
+        return last
+
+
+def make_bench(blocks: int = 64, version: str = "V2", **settings: Any) -> Bench:
+    runner = EchoRunner(EngineSettings(tokens_per_block=BLOCK, **settings))
+    manager = create_manager(version, runner.layouts, blocks * LAYOUT.slot_nbytes)
+    events: dict[int, list[Any]] = {}
+    scheduler = GenerationScheduler(
+        runner,  # type: ignore[arg-type]
+        manager,
+        lambda key, event: events.setdefault(key, []).append(event),
+    )
+    return Bench(runner, manager, scheduler, events)

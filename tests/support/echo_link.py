@@ -1,0 +1,140 @@
+"""Prefill and decode schedulers joined by a loader that copies slots when told to: hand-offs without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from echo_engine import BLOCK, LAYOUT, Bench, EchoRunner
+
+from kvferry.core import (
+    DECODE_TRANSITIONS,
+    PREFILL_TRANSITIONS,
+    BlockTable,
+    DecodeLeg,
+    Lifecycle,
+    PrefillLeg,
+    SamplingParams,
+    TokenRange,
+    TransferError,
+    WorkerRequest,
+)
+from kvferry.engine import EngineSettings, GenerationScheduler, LoadOutcome
+from kvferry.engine import Sequence as EngineSequence
+from kvferry.kvcache import BlockHold, KVCacheManager, create_manager
+from kvferry.prefill.scheduler import PrefillResult, PrefillScheduler
+
+
+@dataclass
+class Load:
+    handle: bytes
+    tables: tuple[BlockTable, ...]
+    tokens: TokenRange
+    done: Callable[[LoadOutcome], None]
+    cancelled: bool = False
+
+
+@dataclass
+class Link:
+    """Both halves of a transceiver. Loads wait in `loads` until `deliver`."""
+
+    source: KVCacheManager
+    target: KVCacheManager
+    advertised: dict[bytes, tuple[BlockHold, bytes, Callable[[], None]]] = field(default_factory=dict)
+    loads: dict[int, Load] = field(default_factory=dict)
+    quarantined: list[BlockHold] = field(default_factory=list)
+
+    def advertise(self, hold: BlockHold, tokens: TokenRange, digest: bytes, released: Callable[[], None]) -> bytes:
+        handle = f"handle-{len(self.advertised)}".encode()
+        self.advertised[handle] = (hold, digest, released)
+        return handle
+
+    def start(
+        self,
+        handle: bytes,
+        digest: bytes,
+        tables: tuple[BlockTable, ...],
+        tokens: TokenRange,
+        done: Callable[[LoadOutcome], None],
+    ) -> int:
+        if handle not in self.advertised or self.advertised[handle][1] != digest:
+            raise TransferError("void handle")
+        load_id = len(self.loads) + 1
+        self.loads[load_id] = Load(handle, tables, tokens, done)
+        return load_id
+
+    def cancel(self, load_id: int) -> None:
+        self.loads[load_id].cancelled = True
+
+    def quarantine(self, load_id: int, hold: BlockHold) -> None:
+        self.quarantined.append(hold)
+
+    def deliver(self, load_id: int, error: str | None = None, in_doubt: bool = False) -> None:
+        """Copies token by token, answers, and lets the source go."""
+        load = self.loads[load_id]
+        hold, _, released = self.advertised[load.handle]
+        source, target = self.source.pools[0].view, self.target.pools[0].view
+        if error is None:
+            for position in range(load.tokens.start, load.tokens.stop):
+                block, offset = divmod(position, BLOCK)
+                here, there = load.tables[0].block_ids[block], hold.tables[0].block_ids[block]
+                target[here, ..., offset, :] = source[there, ..., offset, :]
+        released()
+        load.done(LoadOutcome(len(load.tokens) * LAYOUT.token_nbytes, error, in_doubt))
+
+
+class Pair:
+    """One prefill and one decode worker, stepped by hand."""
+
+    def __init__(
+        self, blocks: int = 64, prefill_version: str = "V2", decode_version: str = "V2", **decode: Any
+    ) -> None:
+        settings = EngineSettings(tokens_per_block=BLOCK)
+        self.prefill_manager = create_manager(prefill_version, (LAYOUT,), blocks * LAYOUT.slot_nbytes)
+        self.decode_manager = create_manager(decode_version, (LAYOUT,), blocks * LAYOUT.slot_nbytes)
+        self.link = Link(self.prefill_manager, self.decode_manager)
+        self.events: dict[int, list[Any]] = {}
+        runner: Any = EchoRunner(settings)
+        self.prefill = PrefillScheduler(runner, self.prefill_manager, self._emit, self.link)
+        decode_runner = EchoRunner(settings)
+        scheduler = GenerationScheduler(decode_runner, self.decode_manager, self._emit, self.link, **decode)  # type: ignore[arg-type]
+        self.decode = Bench(decode_runner, self.decode_manager, scheduler, self.events)
+
+    def _emit(self, key: int, event: object) -> None:
+        self.events.setdefault(key, []).append(event)
+
+    def add_prefill(self, prompt: Sequence[int], count: int = 8, **request: Any) -> EngineSequence[PrefillLeg]:
+        sampling = request.pop("sampling", SamplingParams(max_tokens=count, temperature=0.0))
+        leg = Lifecycle(PrefillLeg.QUEUED, PREFILL_TRANSITIONS)
+        worker_request = WorkerRequest("r", tuple(prompt), sampling, **request)
+        sequence = EngineSequence(worker_request, leg, self.decode.runner.limits, None)
+        self.prefill.add(sequence)
+        return sequence
+
+    def prefilled(self, prompt: Sequence[int], count: int = 8, **request: Any) -> PrefillResult:
+        sequence = self.add_prefill(prompt, count, **request)
+        while self.prefill.step():
+            pass
+        result = self.events[sequence.key][-1]
+        assert isinstance(result, PrefillResult), result
+        return result
+
+    def add_decode(
+        self, prompt: Sequence[int], result: PrefillResult, count: int = 8, **request: Any
+    ) -> EngineSequence[DecodeLeg]:
+        """Queued with the handle; the load starts with the next step."""
+        sampling = SamplingParams(max_tokens=count, temperature=0.0)
+        output = (*request.pop("output_token_ids", ()), result.aux.first_token_id)
+        worker_request = WorkerRequest("r", tuple(prompt), sampling, output, **request)
+        leg = Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS)
+        sequence = EngineSequence(worker_request, leg, self.decode.runner.limits, None)
+        self.decode.scheduler.add_with_handle(sequence, result.handle)
+        self.decode.scheduler.step()
+        return sequence
+
+    def assert_nothing_held(self) -> None:
+        for manager in (self.prefill_manager, self.decode_manager):
+            counts = manager.counts()
+            assert (counts.free, counts.pinned, counts.quarantined) == (counts.total, 0, 0)
+            manager.check_integrity()
