@@ -99,6 +99,10 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
     def _admitted(self) -> int:
         return len(self._running) + len(self._loading)
 
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or bool(self._loading)  # a loading sequence has a deadline too
+
     # -- admission --------------------------------------------------------------------------------------
 
     def _start(self, sequence: DecodeSequence) -> bool:

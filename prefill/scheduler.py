@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,14 +32,12 @@ class Advertiser(Protocol):
 
 
 class PrefillScheduler(BatchScheduler[PrefillLeg]):
+    """Held sequences have been answered: they end by release or with their lease, not by cancel or deadline."""
+
     def __init__(self, runner: ModelRunner, manager: KVCacheManager, emit: Emit, advertiser: Advertiser) -> None:
         super().__init__(runner, manager, emit, PrefillLeg)
         self._advertiser = advertiser
         self._held: dict[int, PrefillSequence] = {}
-
-    def _live(self) -> Iterator[PrefillSequence]:
-        """Held ones have been answered: they end by release or by their lease, not by cancel or deadline."""
-        yield from super()._live()
 
     def counts(self) -> dict[str, int]:
         counts = super().counts()
