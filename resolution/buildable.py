@@ -1,0 +1,110 @@
+"""Whether this version, on this machine, can launch what was resolved. Asked before Ray starts or a weight loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from kvferry.core import Resolution
+from kvferry.resolution.architectures import card_named
+from kvferry.resolution.backend import effective_backend
+from kvferry.resolution.card import Card
+from kvferry.resolution.catalog import Catalog, default_catalog
+from kvferry.resolution.errors import ResolutionError
+from kvferry.resolution.request import (
+    BACKEND_SETTING,
+    BEAM_SETTING,
+    CONNECTOR_SETTING,
+    MANAGER_SETTING,
+    RUNTIME_SETTING,
+    SPECULATIVE_SETTING,
+    ResolveRequest,
+)
+from kvferry.resolution.resolver import checked
+
+MODEL_SETTING = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class BuildGap:
+    """Something designed that this version has no implementation of, and the setting that asks for it."""
+
+    setting: str
+    message: str
+
+
+def build_gaps(request: ResolveRequest, resolution: Resolution, catalog: Catalog | None = None) -> tuple[BuildGap, ...]:
+    """Why the pair of `resolution`, or a feature of `request`, cannot be launched by this version; empty when it can.
+    The model's own implementation is not looked at: `required_implementation` does that when it is loaded."""
+    catalog = catalog or default_catalog()
+    gaps = [*_route_gaps(resolution, catalog), *_feature_gaps(request)]
+    if catalog.managers.get(resolution.manager).implementation is None:
+        message = f"KV manager {resolution.manager} is not built in this version; change {MANAGER_SETTING}"
+        gaps.append(BuildGap(MANAGER_SETTING, message))
+    return tuple(gaps)
+
+
+def _route_gaps(resolution: Resolution, catalog: Catalog) -> list[BuildGap]:
+    transceiver = catalog.transceiver(resolution.backend)
+    if transceiver is None or resolution.runtime is None:
+        return []
+    capability = transceiver.runtime(resolution.runtime)
+    if capability is not None and capability.implementation is not None:
+        return []
+    other_runtime = any(entry.implementation for entry in transceiver.runtimes)
+    setting = RUNTIME_SETTING if other_runtime else BACKEND_SETTING
+    built = [
+        f"{offered.backend}/{entry.runtime}"
+        for offered in catalog.offered()
+        for entry in offered.runtimes
+        if entry.implementation
+    ]
+    message = (
+        f"transceiver {resolution.transceiver} is not built in this version; change {setting} "
+        f"(built: {', '.join(built)})"
+    )
+    return [BuildGap(setting, message)]
+
+
+def _feature_gaps(request: ResolveRequest) -> list[BuildGap]:
+    in_use = {
+        BEAM_SETTING: ("beam search", request.beam_width > 1),
+        CONNECTOR_SETTING: ("an external KV connector", request.kv_connector is not None),
+        SPECULATIVE_SETTING: ("two-model speculative decoding", request.speculative is not None),
+    }
+    return [
+        BuildGap(setting, f"{feature} is not built in this version; leave {setting} out")
+        for setting, (feature, used) in in_use.items()
+        if used
+    ]
+
+
+def check_buildable(request: ResolveRequest, resolution: Resolution, catalog: Catalog | None = None) -> None:
+    """Raises ResolutionError for the first gap, and for a model without an implementation. For launching, in the
+    second or two before anything heavy starts; a dry run shows `build_gaps` instead."""
+    catalog = catalog or default_catalog()
+    for gap in build_gaps(request, resolution, catalog):
+        raise ResolutionError(gap.message, field=gap.setting)
+    required_implementation(card_named(checked(request).architecture, catalog.cards), catalog)
+
+
+def required_implementation(card: Card, catalog: Catalog | None = None) -> str:
+    """The lazy path of what executes `card`'s architecture. Raises ResolutionError when this version has none."""
+    if card.implementation:
+        return card.implementation
+    cards = (catalog or default_catalog()).cards
+    built = [name for name in cards if cards.get(name).implementation]
+    raise ResolutionError(
+        f"{card.architecture} is known and resolves, but this version cannot load it; implemented: {', '.join(built)}",
+        field=MODEL_SETTING,
+    )
+
+
+def probe_libraries(request: ResolveRequest, catalog: Catalog | None = None) -> ResolveRequest:
+    """`request` with `missing_libraries` filled in for its backend on this machine. Looks the library up without
+    importing it: the edge between the machine and the pure rules."""
+    catalog = catalog or default_catalog()
+    transceiver = catalog.transceiver(effective_backend(request.backend, request.environ).name)
+    if transceiver is None or not transceiver.library or find_spec(transceiver.library) is not None:
+        return request
+    return replace(request, missing_libraries=request.missing_libraries | {transceiver.library})

@@ -1,0 +1,48 @@
+"""Reading what the resolver needs of a model: its config.json, nothing else. No torch, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry.core import CheckpointError
+from kvferry.resolution.architectures import CARDS
+
+MODEL_FIELD = "model"
+
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "smollm2": {"architectures": ["LlamaForCausalLM"], **CARDS.get("LlamaForCausalLM").example},
+}
+"""Model names that need no directory, and as much of their config as the rules look at."""
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory, or a known model's. Raises CheckpointError naming what is wrong."""
+    if str(model) in KNOWN_MODELS:
+        return dict(KNOWN_MODELS[str(model)])
+    directory = Path(model).expanduser()
+    path = directory / "config.json"
+    if not directory.is_dir():
+        known = ", ".join(sorted(KNOWN_MODELS))
+        raise CheckpointError(
+            f"{model} is neither a checkpoint directory nor a known model ({known}); a GGUF file is converted with "
+            "`kvferry convert` first",
+            field=MODEL_FIELD,
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no config.json", field=MODEL_FIELD) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", field=MODEL_FIELD) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds a {type(config).__name__}, not an object", field=MODEL_FIELD)
+    return config
+
+
+def example_config(architecture: str) -> dict[str, Any]:
+    """A config as a checkpoint of `architecture` would bring it, as far as the rules look; for asking by name."""
+    example = CARDS.get(architecture).example if architecture in CARDS else {}
+    return {"architectures": [architecture], **example}
