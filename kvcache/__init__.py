@@ -1,5 +1,16 @@
 """Where KV bytes live: pools, prefix reuse, managers V1 and V2 behind one interface."""
 
 from kvferry.kvcache.base import BlockHold, CacheStateError, KVCache, KVCacheManager, KVPool, OutOfBlocksError
+from kvferry.kvcache.factory import MANAGERS, ManagerBuilder, create_manager
 
-__all__ = ["BlockHold", "CacheStateError", "KVCache", "KVCacheManager", "KVPool", "OutOfBlocksError"]
+__all__ = [
+    "MANAGERS",
+    "BlockHold",
+    "CacheStateError",
+    "KVCache",
+    "KVCacheManager",
+    "KVPool",
+    "ManagerBuilder",
+    "OutOfBlocksError",
+    "create_manager",
+]

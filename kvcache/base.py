@@ -142,9 +142,11 @@ class KVCacheManager(ABC):
         """Longest prefix, in tokens, that every layer group could serve now. Changes nothing."""
 
     @abstractmethod
-    def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int) -> KVCache:
+    def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0) -> KVCache:
         """A cache for a sequence beginning with `token_ids`, its longest published prefix of at most `max_reuse`
-        tokens already in it (0: none). A worker that must sample passes len(token_ids) - 1."""
+        tokens already in it (0: none). A worker that must sample passes len(token_ids) - 1.
+
+        What it publishes or reuses is evicted after everything of lower `priority`."""
 
     @abstractmethod
     def can_reserve(self, tokens: int) -> bool:

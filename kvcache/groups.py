@@ -1,0 +1,68 @@
+"""Layer groups: which of its blocks a group still needs, and which layouts a manager can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.core import ConfigError, GroupKind, KVLayout
+from kvferry.kvcache.slots import SlotStore
+
+_BOUNDED = (GroupKind.WINDOW, GroupKind.CHUNKED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGroup:
+    """One layer group and the books of its pool."""
+
+    index: int
+    layout: KVLayout
+    store: SlotStore
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every block of a sequence is needed to its end."""
+        return self.layout.kind not in _BOUNDED
+
+    def first_live_block(self, history: int) -> int:
+        """Index of the first block that the token at position `history`, or a later one, can look at."""
+        layout = self.layout
+        if layout.kind is GroupKind.WINDOW and layout.window is not None:
+            return max(0, history + 1 - layout.window) // layout.tokens_per_block
+        if layout.kind is GroupKind.CHUNKED and layout.window is not None:
+            return history // layout.window * layout.window // layout.tokens_per_block
+        return 0
+
+
+def check_layouts(version: str, layouts: Sequence[KVLayout]) -> int:
+    """Tokens per block, the same in all layer groups. Raises ConfigError naming what the manager cannot hold."""
+    if not layouts:
+        raise ConfigError("a KV cache needs at least one layer group, the model declares none", field="model")
+    sizes = {layout.tokens_per_block for layout in layouts}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"all layer groups must have the same tokens per block, got {sorted(sizes)}",
+            field="kv_cache.tokens_per_block",
+        )
+    seen: set[int] = set()
+    for index, layout in enumerate(layouts):
+        _check_layout(version, index, layout)
+        twice = seen & set(layout.layers)
+        if twice:
+            raise ConfigError(f"layers {sorted(twice)} stand in two layer groups", field="model")
+        seen.update(layout.layers)
+    return layouts[0].tokens_per_block
+
+
+def _check_layout(version: str, index: int, layout: KVLayout) -> None:
+    if layout.kind.is_state:
+        raise ConfigError(
+            f"KV cache manager {version} holds attention caches (full, window, chunked, mla), "
+            f"but layer group {index} is {layout.kind.value} state",
+            field="kv_cache.manager",
+        )
+    if layout.kind in _BOUNDED and (layout.window is None or layout.window < 1):
+        raise ConfigError(
+            f"layer group {index} is {layout.kind.value}: its window must be at least 1 token, got {layout.window}",
+            field="model",
+        )

@@ -1,0 +1,187 @@
+"""V2's prefix index: a tree of published blocks whose roots are the scopes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from kvferry.core import block_digest, scope_digest
+from kvferry.kvcache.groups import LayerGroup
+
+
+class Node:
+    """One published block of every layer group, under the digest of the whole prefix that ends with it.
+
+    slots: per group, None where that group holds it no more. locks: caches whose newest committed block this is.
+    A node has a slot in *every* group that keeps all blocks; only windows come and go by themselves.
+    """
+
+    __slots__ = ("children", "digest", "locks", "parent", "priority", "slots")
+
+    def __init__(self, digest: bytes, parent: Node | None, slots: list[int | None], priority: int) -> None:
+        self.digest = digest
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.slots = slots
+        self.priority = priority
+        self.locks = 0
+
+    @property
+    def empty(self) -> bool:
+        """Neither content nor anything that hangs on it."""
+        return not self.children and not self.locks and all(slot is None for slot in self.slots)
+
+
+class PrefixTree:
+    """Finds, publishes and forgets blocks.
+
+    Whoever uses a block uses all blocks before it, and releases the deepest first; therefore a block's slot is
+    queued for eviction before its parent's, and evicting the head of a queue takes leaves first. The exception
+    are blocks that only a pin keeps: when their parent goes they are unpublished with it.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], tokens_per_block: int) -> None:
+        self._groups = tuple(groups)
+        self._windows = tuple(group for group in groups if not group.keeps_all)
+        self._tokens_per_block = tokens_per_block
+        self._roots: dict[bytes, Node] = {}
+
+    def root(self, scope: str) -> Node:
+        """The scope's root, made where there is none; it is dropped again with its last block."""
+        digest = scope_digest(scope)
+        node = self._roots.get(digest)
+        if node is None:
+            node = Node(digest, None, [None] * len(self._groups), 0)
+            self._roots[digest] = node
+        return node
+
+    def find(self, scope: str, token_ids: Sequence[int], max_tokens: int) -> list[Node]:
+        """The longest published prefix of at most `max_tokens` that every group can serve, first block first."""
+        node = self._roots.get(scope_digest(scope))
+        path: list[Node] = []
+        if node is None:
+            return path
+        size = self._tokens_per_block
+        stop = min(max_tokens, len(token_ids)) // size * size
+        packed = array("I", token_ids[:stop])
+        for start in range(0, stop, size):
+            node = node.children.get(block_digest(node.digest, packed[start : start + size]))
+            if node is None:
+                break
+            path.append(node)
+        return path[: self._usable(path)]
+
+    def _usable(self, path: Sequence[Node]) -> int:
+        """How many blocks of `path` all groups can serve: a window must have the last few without a gap."""
+        if not self._windows:
+            return len(path)
+        usable = 0
+        unbroken = [0] * len(self._windows)
+        for length, node in enumerate(path, start=1):
+            served = True
+            for which, group in enumerate(self._windows):
+                unbroken[which] = 0 if node.slots[group.index] is None else unbroken[which] + 1
+                needed = length - group.first_live_block(length * self._tokens_per_block)
+                served = served and unbroken[which] >= needed
+            if served:
+                usable = length
+        return usable
+
+    def publish(self, parent: Node, digest: bytes, slots: list[int | None], priority: int) -> Node:
+        """The child of `parent` under `digest`, made of `slots` as far as it lacks any. The caller holds `slots`
+        (None where a window dropped its block) and swaps the ones that differ from the node's."""
+        node = parent.children.get(digest)
+        if node is None:
+            node = Node(digest, parent, [None] * len(slots), priority)
+            parent.children[digest] = node
+        node.priority = max(node.priority, priority)
+        for group, slot in zip(self._groups, slots, strict=True):
+            if slot is not None and node.slots[group.index] is None:
+                group.store.publish(slot, node)
+                node.slots[group.index] = slot
+        return node
+
+    def lock(self, node: Node) -> None:
+        node.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        node.locks -= 1
+        self._prune(node)
+
+    def evict(self, group: LayerGroup) -> None:
+        """Frees the slot of `group` that is next in turn; a block no prefix can be served without goes whole."""
+        slot = group.store.cached.oldest()
+        node = group.store.publication(slot)
+        assert isinstance(node, Node)
+        if group.keeps_all:
+            self._forget_subtree(node)
+        else:
+            self._forget_slot(node, group)
+        self._prune(node)
+
+    def clear(self) -> None:
+        """Forgets every block that no cache uses, and what only pins keep."""
+        for node in reversed(list(self._nodes())):  # parents come first in the walk, so children go first here
+            used = any(
+                slot is not None and group.store.used_by_cache(slot)
+                for group, slot in zip(self._groups, node.slots, strict=True)
+            )
+            for group in self._groups:
+                slot = node.slots[group.index]
+                drop_window = not group.keeps_all and slot is not None and not group.store.used_by_cache(slot)
+                if slot is not None and (drop_window or not used):
+                    self._forget_slot(node, group)
+            self._prune(node)
+
+    def _forget_subtree(self, top: Node) -> None:
+        pending = [top]
+        while pending:
+            node = pending.pop()
+            assert not node.locks, "a block before a live cache's newest one was evicted"
+            pending.extend(node.children.values())
+            node.children.clear()
+            for group in self._groups:
+                if node.slots[group.index] is not None:
+                    self._forget_slot(node, group)
+
+    def _forget_slot(self, node: Node, group: LayerGroup) -> None:
+        slot = node.slots[group.index]
+        assert slot is not None
+        node.slots[group.index] = None
+        group.store.unpublish(slot)
+
+    def _prune(self, node: Node) -> None:
+        """Unlinks `node` and then its ancestors, as long as they are empty."""
+        while node.empty:
+            parent = node.parent
+            if parent is None:
+                self._roots.pop(node.digest, None)
+                return
+            parent.children.pop(node.digest, None)
+            node = parent
+
+    def _nodes(self) -> Iterator[Node]:
+        """Every node, parents before children."""
+        pending = list(self._roots.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+
+    def check_integrity(self) -> None:
+        published = [0] * len(self._groups)
+        for node in self._nodes():
+            assert not node.empty, "an empty node was left behind"
+            for digest, child in node.children.items():
+                assert child.digest == digest
+                assert child.parent is node
+                assert child.priority <= node.priority or node.parent is None, "a leaf outlives its parent"
+            for group in self._groups:
+                slot = node.slots[group.index]
+                if slot is not None:
+                    published[group.index] += 1
+                    assert group.store.publication(slot) is node, "slot and node disagree"
+                else:
+                    assert not group.keeps_all or node.parent is None, "a block lost one of its slots"
+        for group in self._groups:
+            assert published[group.index] == group.store.num_published, "a published slot is in no node"
