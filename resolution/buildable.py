@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from kvferry.core import Resolution
 from kvferry.resolution.architectures import card_named
 from kvferry.resolution.backend import effective_backend
+from kvferry.resolution.capabilities import TransceiverCapability
 from kvferry.resolution.card import Card
 from kvferry.resolution.catalog import Catalog, default_catalog
 from kvferry.resolution.errors import ResolutionError
@@ -20,7 +22,6 @@ from kvferry.resolution.request import (
     SPECULATIVE_SETTING,
     ResolveRequest,
 )
-from kvferry.resolution.resolver import checked
 
 MODEL_SETTING = "model"
 
@@ -33,11 +34,13 @@ class BuildGap:
     message: str
 
 
-def build_gaps(request: ResolveRequest, resolution: Resolution, catalog: Catalog | None = None) -> tuple[BuildGap, ...]:
-    """Why the pair of `resolution`, or a feature of `request`, cannot be launched by this version; empty when it can.
+def build_gaps(
+    resolution: Resolution, request: ResolveRequest | None = None, catalog: Catalog | None = None
+) -> tuple[BuildGap, ...]:
+    """Why this version cannot launch the pair of `resolution`, or a feature of `request`; empty when it can.
     The model's own implementation is not looked at: `required_implementation` does that when it is loaded."""
     catalog = catalog or default_catalog()
-    gaps = [*_route_gaps(resolution, catalog), *_feature_gaps(request)]
+    gaps = [*_route_gaps(resolution, catalog), *(_feature_gaps(request) if request else ())]
     if catalog.managers.get(resolution.manager).implementation is None:
         message = f"KV manager {resolution.manager} is not built in this version; change {MANAGER_SETTING}"
         gaps.append(BuildGap(MANAGER_SETTING, message))
@@ -79,13 +82,15 @@ def _feature_gaps(request: ResolveRequest) -> list[BuildGap]:
     ]
 
 
-def check_buildable(request: ResolveRequest, resolution: Resolution, catalog: Catalog | None = None) -> None:
+def check_buildable(
+    resolution: Resolution, request: ResolveRequest | None = None, catalog: Catalog | None = None
+) -> None:
     """Raises ResolutionError for the first gap, and for a model without an implementation. For launching, in the
     second or two before anything heavy starts; a dry run shows `build_gaps` instead."""
     catalog = catalog or default_catalog()
-    for gap in build_gaps(request, resolution, catalog):
+    for gap in build_gaps(resolution, request, catalog):
         raise ResolutionError(gap.message, field=gap.setting)
-    required_implementation(card_named(checked(request).architecture, catalog.cards), catalog)
+    required_implementation(card_named(resolution.architecture, catalog.cards), catalog)
 
 
 def required_implementation(card: Card, catalog: Catalog | None = None) -> str:
@@ -100,11 +105,15 @@ def required_implementation(card: Card, catalog: Catalog | None = None) -> str:
     )
 
 
-def probe_libraries(request: ResolveRequest, catalog: Catalog | None = None) -> ResolveRequest:
-    """`request` with `missing_libraries` filled in for its backend on this machine. Looks the library up without
-    importing it: the edge between the machine and the pure rules."""
+def probe_libraries(
+    backend: str | None = None, environ: Mapping[str, str] | None = None, catalog: Catalog | None = None
+) -> frozenset[str]:
+    """Libraries of `backend` (as it is set: DEFAULT asks `environ`) that are not installed here; None: of every
+    built-in one. Looks them up without importing: the edge between the machine and the pure rules."""
     catalog = catalog or default_catalog()
-    transceiver = catalog.transceiver(effective_backend(request.backend, request.environ).name)
-    if transceiver is None or not transceiver.library or find_spec(transceiver.library) is not None:
-        return request
-    return replace(request, missing_libraries=request.missing_libraries | {transceiver.library})
+    if backend is None:
+        asked: tuple[TransceiverCapability, ...] = catalog.offered()
+    else:
+        transceiver = catalog.transceiver(effective_backend(backend, environ or {}).name)
+        asked = (transceiver,) if transceiver else ()
+    return frozenset(entry.library for entry in asked if entry.library and find_spec(entry.library) is None)

@@ -26,8 +26,8 @@ class ResolveRequest:
     """Everything a resolution depends on: equal requests resolve equally, on every worker.
 
     architecture: the checkpoint's original ``architectures[0]`` (empty: taken from config). config: its
-    config.json, the outer one of a wrapper. environ: where backend DEFAULT looks for KVFERRY_USE_*. prefix_reuse None: left at its default.
-    missing_libraries: modules that `probe_libraries` did not find on this machine.
+    config.json, the outer one of a wrapper. environ: where backend DEFAULT looks for KVFERRY_USE_*.
+    prefix_reuse None: left at its default. missing_libraries: what `probe_libraries` did not find here.
     """
 
     architecture: str

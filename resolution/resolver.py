@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvferry.core import Resolution
-from kvferry.resolution.architectures import card_named, original_architecture
+from kvferry.resolution.architectures import card_named, find_card, original_architecture
 from kvferry.resolution.backend import EffectiveBackend, effective_backend
 from kvferry.resolution.capabilities import MANAGERS, RUNTIMES, TransceiverCapability
-from kvferry.resolution.card import UNVALIDATED, CardFacts, evaluate
+from kvferry.resolution.card import UNVALIDATED, CardFacts, Config, evaluate
 from kvferry.resolution.catalog import Catalog, default_catalog
 from kvferry.resolution.errors import ResolutionError
 from kvferry.resolution.manager_rule import ManagerChoice, ManagerDecision, choose_manager
@@ -50,12 +50,12 @@ def resolve(request: ResolveRequest, catalog: Catalog | None = None) -> Resoluti
     return _resolution(facts, backend, runtime, manager, reuse)
 
 
-def prefix_reuse_enabled(request: ResolveRequest, resolution: Resolution, catalog: Catalog | None = None) -> bool:
-    """Whether the worker of `resolution` reuses cached prefixes; `resolve` warned about it where that may surprise."""
+def prefix_reuse_enabled(config: Config, manager: str, requested: bool | None, catalog: Catalog | None = None) -> bool:
+    """Whether a worker that runs `manager` reuses cached prefixes of this model. requested None: left at its default;
+    `resolve` warned where the answer may surprise. Raises ResolutionError when reuse is asked for and cannot be had."""
     catalog = catalog or default_catalog()
-    request = checked(request)
-    facts = evaluate(card_named(request.architecture, catalog.cards), request.config)
-    return choose_prefix_reuse(request.prefix_reuse, facts, catalog.managers.get(resolution.manager)).enabled
+    facts = evaluate(find_card(config, catalog.cards), config)
+    return choose_prefix_reuse(requested, facts, catalog.managers.get(manager)).enabled
 
 
 def checked(request: ResolveRequest) -> ResolveRequest:
