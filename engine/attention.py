@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.core import AxisOrder, ConfigError, KVLayout
 from kvferry.kvcache import KVPool
@@ -129,12 +129,10 @@ class _Writes:
         offset = torch.tensor([position % block for position in positions], dtype=torch.int64, device=device)
         planes = torch.arange(2, device=device).view(2, 1, 1)
         heads = torch.arange(layout.kv_heads, device=device)
-        first, offset, size = (
-            (planes + first.view(-1, 1)) * layout.kv_heads * block,
-            offset.view(-1, 1),
-            layout.kv_heads,
-        )
-        inner = heads * block + offset if layout.axis_order is AxisOrder.HEAD_TOKEN else offset * size + heads
+        first = (planes + first.view(-1, 1)) * layout.kv_heads * block
+        offset = offset.view(-1, 1)
+        heads_first = layout.axis_order is AxisOrder.HEAD_TOKEN
+        inner = heads * block + offset if heads_first else offset * layout.kv_heads + heads
         self._rows = (first + inner).flatten()
         self._layer_rows = 2 * layout.kv_heads * block
         self._pool = pool.view.view(-1, layout.head_dim)
@@ -210,7 +208,7 @@ class _DecodeBatch:
     def attend(self, index: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         k, v = self._gather.read(index, q.dtype)
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, scale=scale).reshape(q.shape)
+        return scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, scale=scale).reshape(q.shape)
 
 
 class _LongChunk:
@@ -239,7 +237,7 @@ class _LongChunk:
         share = heads // k.shape[0]
         grouped = q.view(length, k.shape[0], share, dim).permute(1, 2, 0, 3)
         k, v = (x.unsqueeze(1).expand(-1, share, -1, -1) for x in (k, v))
-        mixed = F.scaled_dot_product_attention(
+        mixed = scaled_dot_product_attention(
             grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale
         )
         return mixed.permute(2, 0, 1, 3).reshape(q.shape)

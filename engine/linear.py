@@ -7,11 +7,10 @@ plain F.linear 45 / 63 / 60 / 89 / 683, MKL prepacked 32 / 67 / 62 / 84 / 684, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import linear
 
 from kvferry.core import Registry
 from kvferry.models import Linear, LinearFactory
@@ -28,7 +27,7 @@ class PlainLinear:
     bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class OneDNNLinear:
 
 def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Copies `weight` into oneDNN's order. Without oneDNN in this torch, a plain linear."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return PlainLinear(weight, bias)
     with torch.inference_mode():
         return OneDNNLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), bias)
@@ -57,5 +56,5 @@ def linear_factory(device: str | torch.device = "cpu", precision: str = "fp32") 
     return pack if torch.device(device).type == "cpu" else PlainLinear
 
 
-PRECISIONS: Registry[Callable[[torch.Tensor, torch.Tensor | None], Linear]] = Registry("precision", "engine.precision")
+PRECISIONS: Registry[LinearFactory] = Registry("precision", "engine.precision")
 PRECISIONS.register("fp32", pack_onednn)

@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import torch
+
 from kvferry.core import CheckpointError
 from kvferry.models.base import Config
 from kvferry.models.weights import open_shard, weight_files
@@ -34,13 +36,13 @@ def checkpoint_fingerprint(model_dir: Path, config: Config) -> str:
 
 def _sample_file(file: Path) -> dict[str, bytes]:
     sampled = {}
-    with open_shard(file) as shard:
-        for name in shard.keys():  # noqa: SIM118 - no mapping
-            piece = shard.get_slice(name)
-            shape = list(piece.get_shape())
-            digest = hashlib.sha256(f"{name}|{shape}|{piece.get_dtype()}|".encode())
-            rows = shape[0] if shape else 0
-            for row in sorted({step * (rows - 1) // (_SAMPLES - 1) for step in range(_SAMPLES)} if rows else ()):
-                digest.update(repr(piece[row : row + 1].double().sum().item()).encode())
-            sampled[name] = digest.digest()
+    shard = open_shard(file)
+    for name in list(shard.keys()):
+        piece = shard.get_slice(name)
+        shape = list(piece.get_shape())
+        digest = hashlib.sha256(f"{name}|{shape}|{piece.get_dtype()}|".encode())
+        rows = shape[0] if shape else 0
+        for row in sorted({step * (rows - 1) // (_SAMPLES - 1) for step in range(_SAMPLES)} if rows else ()):
+            digest.update(piece[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes())
+        sampled[name] = digest.digest()
     return sampled

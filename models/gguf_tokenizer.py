@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def _digits_then_bytes() -> pre_tokenizers.PreTokenizer:
 
 
 # `tokenizer.ggml.pre`: how byte-level BPE cuts text before merging.
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": _digits_then_bytes,

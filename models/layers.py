@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import silu
 
 from kvferry.models.base import Attention, Linear, LinearFactory, Weights
 from kvferry.models.rope import Rope, rotate
@@ -46,8 +46,8 @@ def load_packed(weights: Weights, parts: Sequence[PackedRow], columns: int, line
             biases.append(part.rope.interleave(bias) if part.rope else bias)
         else:
             biases.append(weight.new_zeros(part.rows))
-    bias = torch.cat(biases) if any(part.bias for part in parts) else None
-    return linear(torch.cat(matrices) if len(matrices) > 1 else matrices[0], bias)
+    packed_bias = torch.cat(biases) if any(part.bias for part in parts) else None
+    return linear(torch.cat(matrices) if len(matrices) > 1 else matrices[0], packed_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_up(x)
-        gate = F.silu(both[:, : self.width])
+        gate = silu(both[:, : self.width])
         return self.down(gate.mul_(both[:, self.width :]))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
 from kvferry.models.base import CausalLM, Config, ForwardBatch, LinearFactory, Weights
@@ -133,7 +133,7 @@ class Llama(CausalLM):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         with torch.inference_mode():
-            x = F.embedding(batch.token_ids, self._embedding)
+            x = embedding(batch.token_ids, self._embedding)
             turn = self._turns.index_select(0, batch.positions).unsqueeze(1)
             for layer in self._layers:
                 x = layer(x, turn, batch)

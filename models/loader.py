@@ -43,10 +43,8 @@ KNOWN_MODELS.register("smollm2", _smollm2)
 def resolve_model(name_or_dir: str | Path, progress: ProgressCallback | None = None) -> Path:
     """The HF directory of a known name, a directory or a .gguf file (converted on first use, which may take
     a while). Raises ConfigError or CheckpointError saying what was looked for."""
-    if str(name_or_dir) in KNOWN_MODELS:
-        path = KNOWN_MODELS.get(str(name_or_dir))()
-    else:
-        path = Path(name_or_dir).expanduser()
+    known = str(name_or_dir) in KNOWN_MODELS
+    path = KNOWN_MODELS.get(str(name_or_dir))() if known else Path(name_or_dir).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             inside = sorted(file.name for file in path.glob("*.gguf"))
@@ -57,9 +55,9 @@ def resolve_model(name_or_dir: str | Path, progress: ProgressCallback | None = N
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is neither a model directory nor a .gguf file", field="model")
         return convert_gguf(path.resolve(), progress)
-    known = ", ".join(KNOWN_MODELS.names())
+    names = ", ".join(KNOWN_MODELS.names())
     raise ConfigError(
-        f"unknown model {str(name_or_dir)!r}: no such directory or .gguf file, and no known name ({known})",
+        f"unknown model {str(name_or_dir)!r}: no such directory or .gguf file, and no known name ({names})",
         field="model",
     )
 

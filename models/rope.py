@@ -38,13 +38,13 @@ class Rope:
         half = self.rotary_dim // 2
         order = torch.arange(self.head_dim)
         order[: self.rotary_dim] = torch.arange(self.rotary_dim).view(2, half).t().reshape(-1)
-        heads = rows.unflatten(0, (-1, self.head_dim))
-        return heads.index_select(1, order.to(rows.device)).flatten(0, 1)
+        heads = rows.reshape(-1, self.head_dim, *rows.shape[1:])
+        return heads.index_select(1, order.to(rows.device)).reshape(rows.shape)
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """x: [tokens, heads, head_dim], pairs side by side; turn: complex64 [tokens, 1, head_dim / 2]. A new tensor."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +28,7 @@ def weight_files(model_dir: Path) -> dict[str, Path]:
             "files can be loaded (convert other formats first)",
             field="model",
         )
-    with open_shard(single) as shard:
-        return dict.fromkeys(shard.keys(), single)
+    return dict.fromkeys(open_shard(single).keys(), single)
 
 
 def _indexed_files(model_dir: Path, index: Path) -> dict[str, Path]:
@@ -49,15 +47,24 @@ def _indexed_files(model_dir: Path, index: Path) -> dict[str, Path]:
     return files
 
 
-@contextmanager
-def open_shard(file: Path) -> Iterator[safe_open]:
-    """One safetensors file. Raises CheckpointError naming it when it is damaged or cut short."""
+class Shard(Protocol):
+    """One open safetensors file; closed when the last reference goes."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor that is read where it is indexed; get_shape() and get_dtype() read nothing."""
+        ...
+
+
+def open_shard(file: Path) -> Shard:
+    """Raises CheckpointError naming the file when it is damaged or cut short."""
     try:
-        shard = safe_open(file, framework="pt", device="cpu")
+        return cast(Shard, safe_open(file, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read (damaged or cut short?): {error}", field="model") from None
-    with shard:
-        yield shard
 
 
 class CheckpointWeights:
@@ -68,7 +75,7 @@ class CheckpointWeights:
         self._dtype = dtype
         self._device = device
         self._files = weight_files(model_dir)
-        self._open: tuple[Path, safe_open] | None = None
+        self._open: tuple[Path, Shard] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -79,7 +86,7 @@ class CheckpointWeights:
         if file is None:
             raise CheckpointError(f"tensor {name} is missing from {self._model_dir}", field="model")
         try:
-            tensor: torch.Tensor = self._shard(file).get_tensor(name)
+            tensor = self._shard(file).get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"tensor {name} cannot be read from {file}: {error}", field="model") from None
         if tuple(tensor.shape) != shape:
@@ -89,14 +96,10 @@ class CheckpointWeights:
             )
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 
-    def _shard(self, file: Path) -> safe_open:
+    def _shard(self, file: Path) -> Shard:
         # One file stays open: checkpoints are written in layer order, so reads rarely go back.
-        if self._open is not None and self._open[0] == file:
-            return self._open[1]
-        self.close()
-        with open_shard(file):
-            pass  # names the file if it is damaged
-        self._open = (file, safe_open(file, framework="pt", device="cpu"))
+        if self._open is None or self._open[0] != file:
+            self._open = (file, open_shard(file))
         return self._open[1]
 
     def close(self) -> None:
