@@ -1,6 +1,6 @@
 """Who runs with what, and why: architecture cards, declared capabilities, the rules, who can be paired. No torch."""
 
-from kvferry.resolution.architectures import CARDS, card_named, find_card, original_architecture
+from kvferry.resolution.architectures import CARDS, card_named, example_config, find_card, original_architecture
 from kvferry.resolution.backend import EffectiveBackend, effective_backend
 from kvferry.resolution.buildable import (
     BuildGap,
@@ -12,7 +12,7 @@ from kvferry.resolution.buildable import (
 from kvferry.resolution.capabilities import ManagerCapability, RuntimeCapability, TransceiverCapability
 from kvferry.resolution.card import Card, CardFacts
 from kvferry.resolution.catalog import ENTRY_POINT_GROUP, Catalog, default_catalog
-from kvferry.resolution.checkpoint import KNOWN_MODELS, example_config, read_config
+from kvferry.resolution.checkpoint import KNOWN_MODELS, read_config
 from kvferry.resolution.defaults import merge_defaults
 from kvferry.resolution.errors import ResolutionError
 from kvferry.resolution.pairing import PairFacts, can_pair, islands

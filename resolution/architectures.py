@@ -286,3 +286,9 @@ def card_named(architecture: str, cards: Registry[Card] = CARDS) -> Card:
         f"unknown architecture {architecture!r}: {hint}`kvferry resolve --all` lists the {len(cards.names())} known",
         field=ARCHITECTURE_FIELD,
     )
+
+
+def example_config(architecture: str, cards: Registry[Card] = CARDS) -> dict[str, Any]:
+    """A config as a checkpoint of `architecture` would bring it, as far as the rules look; for asking by name."""
+    example = cards.get(architecture).example if architecture in cards else {}
+    return {"architectures": [architecture], **example}

@@ -116,4 +116,11 @@ def probe_libraries(
     else:
         transceiver = catalog.transceiver(effective_backend(backend, environ or {}).name)
         asked = (transceiver,) if transceiver else ()
-    return frozenset(entry.library for entry in asked if entry.library and find_spec(entry.library) is None)
+    return frozenset(entry.library for entry in asked if entry.library and not _installed(entry.library))
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that a dotted name lies in is missing
+        return False

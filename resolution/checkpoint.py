@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.core import CheckpointError
-from kvferry.resolution.architectures import CARDS
+from kvferry.resolution.architectures import example_config
 
 MODEL_FIELD = "model"
 
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "smollm2": {"architectures": ["LlamaForCausalLM"], **CARDS.get("LlamaForCausalLM").example},
+    "smollm2": example_config("LlamaForCausalLM"),
 }
 """Model names that need no directory, and as much of their config as the rules look at."""
 
@@ -40,9 +40,3 @@ def read_config(model: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds a {type(config).__name__}, not an object", field=MODEL_FIELD)
     return config
-
-
-def example_config(architecture: str) -> dict[str, Any]:
-    """A config as a checkpoint of `architecture` would bring it, as far as the rules look; for asking by name."""
-    example = CARDS.get(architecture).example if architecture in CARDS else {}
-    return {"architectures": [architecture], **example}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.core import Resolution
-from kvferry.resolution.errors import ResolutionError
+from kvferry.core import ConfigError, Resolution
 
 
 def resolution_dict(resolution: Resolution) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def resolution_dict(resolution: Resolution) -> dict[str, Any]:
     }
 
 
-def failed_resolution_dict(architecture: str, error: ResolutionError, warnings: Sequence[str] = ()) -> dict[str, Any]:
+def failed_resolution_dict(architecture: str, error: ConfigError, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The same keys when nothing could be resolved: `error` says why, `field` which setting to change."""
     empty = dict.fromkeys(
         ("backend", "runtime", "runtime_source", "manager", "manager_source", "reason", "disaggregation", "transceiver")
