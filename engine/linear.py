@@ -50,11 +50,17 @@ def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
         return OneDNNLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), bias)
 
 
+def keep_plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    return PlainLinear(weight, bias)
+
+
 def linear_factory(device: str | torch.device = "cpu", precision: str = "fp32") -> LinearFactory:
     """The packing of `device` at `precision`. Raises ConfigError naming the known precisions."""
-    pack = PRECISIONS.get(precision)
-    return pack if torch.device(device).type == "cpu" else PlainLinear
+    on_cpu = PRECISIONS.get(precision)
+    return on_cpu if torch.device(device).type == "cpu" else keep_plain
 
 
 PRECISIONS: Registry[LinearFactory] = Registry("precision", "engine.precision")
+"""How linears are packed on the CPU, by precision."""
+
 PRECISIONS.register("fp32", pack_onednn)

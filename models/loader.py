@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -17,6 +17,7 @@ from kvferry.models.convert import convert_gguf
 from kvferry.models.fingerprint import checkpoint_fingerprint
 from kvferry.models.progress import ProgressCallback
 from kvferry.models.weights import CheckpointWeights
+from kvferry.resolution import find_card, required_implementation
 
 Implementation = Callable[[Config, Weights, LinearFactory], CausalLM]
 """What a card's lazy path names: builds the model, taking every tensor it needs from the weights."""
@@ -95,26 +96,10 @@ def model_fingerprint(model_dir: Path) -> str:
 
 
 def find_implementation(config: Config) -> Implementation:
-    """The class that the architecture's card names. Raises ConfigError when it has none, or no card."""
-    path = _implementation_path(config)
+    """The class that the architecture's card names. Raises ConfigError when there is no card, or no class."""
+    path = required_implementation(find_card(config))
     module, _, name = path.partition(":")
     try:
         return cast(Implementation, getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"the implementation {path} cannot be imported: {error}", field="model") from error
-
-
-_LLAMA = "kvferry.models.llama:Llama"
-_BUILT_IN = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _LLAMA)
-
-
-def _implementation_path(config: Config) -> str:
-    names: Any = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError("config.json lacks architectures: a list with the model's class name", field="model")
-    path = _BUILT_IN.get(names[0])
-    if path is None:
-        raise ConfigError(
-            f"{names[0]} has no implementation; implemented: {', '.join(sorted(_BUILT_IN))}", field="model"
-        )
-    return path
