@@ -1,0 +1,400 @@
+"""The managers' invariants, checked after every step of random histories against a model that only knows contents.
+
+Every cache that is written gets values that are a function of scope and prefix alone, so a wrong block, a second
+writer or an early reuse shows as a wrong value somewhere.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvferry.core import BlockTable, GroupKind, KVLayout
+from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
+
+SIZE = 4  # tokens per block
+BLOCKS = 12
+LENGTH = 40
+SEQUENCES = (
+    [1] * LENGTH,
+    [1] * 8 + [2] * (LENGTH - 8),
+    [1] * 14 + [3] * (LENGTH - 14),
+    [4, 5, 6, 7] * (LENGTH // 4),
+)
+SCOPES = ("", "salt")
+
+FULL = KVLayout(GroupKind.FULL, (0, 3), 1, 1, tokens_per_block=SIZE)
+WINDOW = KVLayout(GroupKind.WINDOW, (1,), 1, 1, tokens_per_block=SIZE, window=6)
+CHUNKED = KVLayout(GroupKind.CHUNKED, (2,), 1, 1, tokens_per_block=SIZE, window=10)
+MLA = KVLayout(GroupKind.MLA, (4,), 1, 1, tokens_per_block=SIZE, planes=1)
+
+
+def expected_value(scope: str, prefix: list[int]) -> float:
+    """What the token at the end of `prefix` leaves in the cache; exact in float32."""
+    return float(zlib.crc32(scope.encode() + bytes(prefix)) % (1 << 20) + 1)
+
+
+def first_needed_token(layout: KVLayout, history: int) -> int:
+    """The earliest position any token from `history` on attends to, counted the slow way."""
+    if layout.kind is GroupKind.WINDOW:
+        return next(p for p in range(history + 1) if history - p < (layout.window or 0))
+    if layout.kind is GroupKind.CHUNKED:
+        return next(p for p in range(history + 1) if p // (layout.window or 1) == history // (layout.window or 1))
+    return 0
+
+
+@dataclass(eq=False)
+class Live:
+    cache: KVCache
+    scope: str
+    tokens: list[int]
+    just_committed: bool = True
+
+
+@dataclass(eq=False)
+class Held:
+    hold: BlockHold
+    tables: tuple[BlockTable, ...]
+    contents: list[torch.Tensor] = field(default_factory=list)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    version: ClassVar[str]
+    layouts: ClassVar[tuple[KVLayout, ...]]
+    drops_stale: ClassVar[bool] = False
+    debug: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        nbytes = BLOCKS * sum(layout.slot_nbytes for layout in self.layouts)
+        self.manager = create_manager(self.version, self.layouts, nbytes, debug=self.debug)
+        self.start = self.manager.counts()
+        self.live: list[Live] = []
+        self.closed: list[KVCache] = []
+        self.pins: list[Held] = []
+        self.quarantines: list[Held] = []
+        self.published: set[tuple[str, tuple[int, ...]]] = set()
+        self.generations = [pool.generations.clone() for pool in self.manager.pools]
+        self.claimed: list[set[int]] = [set() for _ in self.layouts]
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.live) < 5)
+    @rule(
+        tokens=st.sampled_from(SEQUENCES),
+        scope=st.sampled_from(SCOPES),
+        prompt=st.integers(1, LENGTH),
+        sampling=st.integers(0, 1),
+        priority=st.integers(0, 1),
+    )
+    def open(self, tokens: list[int], scope: str, prompt: int, sampling: int, priority: int) -> None:
+        matched = self.manager.match(scope, tokens[:prompt])
+        limit = prompt - sampling
+        cache = self.manager.open(scope, tokens[:prompt], max_reuse=limit, priority=priority)
+        assert cache.committed == cache.history == cache.capacity == cache.reused <= limit
+        if limit == prompt:
+            assert cache.reused == matched
+        assert cache.reused == 0 or (scope, tuple(tokens[: cache.reused])) in self.published
+        self.live.append(Live(cache, scope, tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def reserve(self, data: st.DataObject, more: int) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        capacity = min(LENGTH, live.cache.history + more)
+        blocks = max(-(-capacity // SIZE), -(-live.cache.capacity // SIZE))
+        before, tables = self._snapshot(), self._tables(live)
+        needs = [blocks - first - len(table) for table, first in tables]
+        fits = all(need <= BLOCKS - len(held) for need, held in zip(needs, self._held(), strict=True))
+        if not fits:
+            with pytest.raises(OutOfBlocksError, match=r"kv_cache\.bytes"):
+                live.cache.reserve(capacity)
+            assert self._snapshot() == before
+            return
+        live.cache.reserve(capacity)
+        assert live.cache.capacity >= capacity
+        for group, (table, _) in enumerate(tables):
+            now = list(live.cache.block_table(group))
+            assert now[: len(table)] == table
+            self.claimed[group] |= set(now[len(table) :])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def advance(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        start = live.cache.history
+        stop = data.draw(st.integers(start, live.cache.capacity))
+        for group, pool in enumerate(self.manager.pools):
+            table, first = live.cache.block_table(group), live.cache.first_block(group)
+            for position in range(start, stop):
+                value = expected_value(live.scope, live.tokens[: position + 1])
+                pool.view[table[position // SIZE - first], :, :, 0, position % SIZE, 0] = value
+        live.cache.advance(stop)
+        live.just_committed = live.just_committed and stop == start
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        history = live.cache.history
+        live.cache.commit(live.tokens[:history])
+        assert live.cache.committed == history // SIZE * SIZE
+        live.just_committed = True
+        for blocks in range(1, history // SIZE + 1):
+            self.published.add((live.scope, tuple(live.tokens[: blocks * SIZE])))
+
+    @precondition(lambda self: self.live and len(self.pins) < 4)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        hold = live.cache.pin()
+        contents = []
+        for group, table in enumerate(hold.tables):
+            ids, first = list(table.block_ids), live.cache.first_block(group)
+            assert table.first_block == first
+            assert ids == list(live.cache.block_table(group))[: -(-live.cache.history // SIZE) - first]
+            contents.append(self.manager.pools[group].view[ids].clone())
+        self.pins.append(Held(hold, hold.tables, contents))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        live = self._take(data, self.live)
+        committed = live.cache.committed // SIZE
+        expected = [tuple(table[max(0, committed - first) :]) for table, first in self._tables(live)]
+        hold = live.cache.quarantine()
+        assert [table.block_ids for table in hold.tables] == expected
+        self.closed.append(live.cache)
+        self.quarantines.append(Held(hold, hold.tables))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        live = self._take(data, self.live)
+        live.cache.close()
+        self.closed.append(live.cache)
+
+    @precondition(lambda self: self.pins or self.quarantines)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.pins + self.quarantines))
+        held.hold.release()
+        (self.pins if held in self.pins else self.quarantines).remove(held)
+        with pytest.raises(CacheStateError):
+            held.hold.release()
+
+    @rule()
+    def clear_reuse(self) -> None:
+        self.manager.clear_reuse()
+        for scope in SCOPES:
+            for tokens in SEQUENCES:
+                assert self.manager.match(scope, tokens) <= self._committed_by_live(scope, tokens)
+
+    @precondition(lambda self: self.closed)
+    @rule(data=st.data())
+    def use_after_close(self, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.closed))
+        calls: list[Callable[[], object]] = [
+            cache.close,
+            cache.pin,
+            cache.quarantine,
+            lambda: cache.reserve(1),
+            lambda: cache.advance(1),
+            lambda: cache.commit([1] * LENGTH),
+        ]
+        self._refused(data.draw(st.sampled_from(calls)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def misuse(self, data: st.DataObject) -> None:
+        cache = data.draw(st.sampled_from(self.live)).cache
+        calls: list[Callable[[], object]] = [
+            lambda: cache.reserve(cache.history - 1),
+            lambda: cache.advance(cache.history - 1),
+            lambda: cache.advance(cache.capacity + 1),
+        ]
+        if cache.history >= SIZE:
+            calls.append(lambda: cache.commit([1] * (cache.history // SIZE * SIZE - 1)))
+        self._refused(data.draw(st.sampled_from(calls)))
+
+    # -- invariants -------------------------------------------------------------------------------------
+
+    @invariant()
+    def structure(self) -> None:
+        self.manager.check_integrity()
+
+    @invariant()
+    def block_counts(self) -> None:
+        for live in self.live:
+            cache = live.cache
+            assert cache.reused <= cache.committed <= cache.history <= cache.capacity
+            for group, layout in enumerate(self.layouts):
+                first, table = cache.first_block(group), cache.block_table(group)
+                needed = first_needed_token(layout, cache.history) // SIZE if self.drops_stale else 0
+                assert first <= needed
+                assert first == needed or not live.just_committed
+                assert first + len(table) == max(first, -(-cache.capacity // SIZE))
+
+    @invariant()
+    def contents(self) -> None:
+        for live in self.live:
+            history = live.cache.history
+            for group, pool in enumerate(self.manager.pools):
+                table, first = list(live.cache.block_table(group)), live.cache.first_block(group)
+                held = pool.view[table][:, -1, -1, 0, :, 0].flatten().tolist()
+                expected = [expected_value(live.scope, live.tokens[: p + 1]) for p in range(first * SIZE, history)]
+                assert held[: len(expected)] == expected
+
+    @invariant()
+    def one_writer(self) -> None:
+        for group in range(len(self.layouts)):
+            private: list[int] = []
+            shared: set[int] = set()
+            for live in self.live:
+                table, first = list(live.cache.block_table(group)), live.cache.first_block(group)
+                own = max(0, live.cache.committed // SIZE - first)
+                shared |= set(table[:own])
+                private += table[own:]
+            private += [slot for held in self.quarantines for slot in held.tables[group].block_ids]
+            assert len(private) == len(set(private)), "a slot has two writers"
+            assert not shared & set(private), "a committed block has a writer"
+
+    @invariant()
+    def conserved(self) -> None:
+        counts = self.manager.counts()
+        held = sum(len(slots) for slots in self._held())
+        assert counts.total == self.start.total == BLOCKS * len(self.layouts)
+        assert counts.free == counts.total - held
+        assert counts.cached <= counts.free
+        assert counts.pinned == sum(len(slots) for slots in self._slots_of(self.pins))
+        assert counts.quarantined == sum(len(slots) for slots in self._slots_of(self.quarantines))
+        most = min(BLOCKS - len(slots) for slots in self._held()) * SIZE
+        assert self.manager.can_reserve(most)
+        assert not self.manager.can_reserve(most + 1)
+
+    @invariant()
+    def pinned_bytes(self) -> None:
+        for held in self.pins:
+            for pool, table, content in zip(self.manager.pools, held.tables, held.contents, strict=True):
+                ids = list(table.block_ids)
+                assert pool.generations[ids].tolist() == list(table.generations)
+                written = ~content.isnan()
+                now = pool.view[ids]
+                # A partly filled last block may be written on, never rewritten.
+                assert torch.equal(now[:-1].nan_to_num(), content[:-1].nan_to_num())
+                assert torch.equal(now[written & (content != 0)], content[written & (content != 0)])
+
+    @invariant()
+    def generations_rise_at_allocation_only(self) -> None:
+        for group, pool in enumerate(self.manager.pools):
+            rose = (pool.generations > self.generations[group]).nonzero().flatten().tolist()
+            assert set(rose) == self.claimed[group]
+            assert bool((pool.generations >= self.generations[group]).all())
+            self.generations[group] = pool.generations.clone()
+            self.claimed[group] = set()
+
+    @invariant()
+    def live_prefixes_are_found(self) -> None:
+        if self.drops_stale:
+            return  # what a window let go of may be gone
+        for live in self.live:
+            if live.cache.committed:
+                assert self.manager.match(live.scope, live.tokens) >= live.cache.committed
+
+    def teardown(self) -> None:
+        for live in self.live:
+            live.cache.close()
+        for held in self.pins + self.quarantines:
+            held.hold.release()
+        self.manager.check_integrity()
+        counts = self.manager.counts()
+        assert (counts.free, counts.pinned, counts.quarantined) == (self.start.total, 0, 0)
+        self.manager.clear_reuse()
+        self.manager.check_integrity()
+        assert self.manager.counts() == self.start
+
+    # -- the model --------------------------------------------------------------------------------------
+
+    def _take(self, data: st.DataObject, among: list[Live]) -> Live:
+        live = data.draw(st.sampled_from(among))
+        among.remove(live)
+        return live
+
+    def _tables(self, live: Live) -> list[tuple[list[int], int]]:
+        return [
+            (list(live.cache.block_table(group)), live.cache.first_block(group)) for group in range(len(self.layouts))
+        ]
+
+    def _slots_of(self, holds: list[Held]) -> list[set[int]]:
+        return [{slot for held in holds for slot in held.tables[group].block_ids} for group in range(len(self.layouts))]
+
+    def _held(self) -> list[set[int]]:
+        """Per group, the slots somebody holds."""
+        held = self._slots_of(self.pins + self.quarantines)
+        for live in self.live:
+            for group, slots in enumerate(held):
+                slots |= set(live.cache.block_table(group))
+        return held
+
+    def _committed_by_live(self, scope: str, tokens: list[int]) -> int:
+        shared = [0]
+        for live in self.live:
+            if live.scope == scope:
+                common = next((i for i in range(LENGTH) if live.tokens[i] != tokens[i]), LENGTH)
+                shared.append(min(common // SIZE * SIZE, live.cache.committed))
+        return max(shared)
+
+    def _snapshot(self) -> object:
+        lengths = [(c.cache.committed, c.cache.history, c.cache.capacity, self._tables(c)) for c in self.live]
+        matches = [self.manager.match(scope, tokens) for scope in SCOPES for tokens in SEQUENCES]
+        return lengths, matches, self.manager.counts(), [p.generations.tolist() for p in self.manager.pools]
+
+    def _refused(self, call: Callable[[], object]) -> None:
+        before = self._snapshot()
+        with pytest.raises(CacheStateError):
+            call()
+        assert self._snapshot() == before
+
+
+class V1Machine(ManagerMachine):
+    version = "V1"
+    layouts = (FULL, WINDOW)
+
+
+class V2Machine(ManagerMachine):
+    version = "V2"
+    layouts = (FULL, WINDOW, CHUNKED)
+    drops_stale = True
+
+
+class V2UniformMachine(ManagerMachine):
+    version = "V2"
+    layouts = (FULL, MLA)
+    debug = True
+
+
+class V2WindowsOnlyMachine(ManagerMachine):
+    version = "V2"
+    layouts = (WINDOW, CHUNKED)
+    drops_stale = True
+
+
+@pytest.mark.parametrize("machine", [V1Machine, V2Machine, V2UniformMachine, V2WindowsOnlyMachine])
+def test_every_step_keeps_the_invariants(machine: type[ManagerMachine]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
