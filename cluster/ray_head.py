@@ -1,0 +1,120 @@
+"""A Ray cluster of our own on this machine: started as child processes, stopped by their ids.
+
+Never `ray stop`: that ends every Ray process on the machine, other people's too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.cluster.processes import CLUSTER_VARIABLE, free_port, stop_processes
+from kvferry.core import UnavailableError
+
+START_TIMEOUT_S = 60.0
+# Ray carries no tokens and no KV here: the smallest object store it accepts will do.
+OBJECT_STORE_NBYTES = 100_000_000
+_TEMP_PREFIX = "kvferry-"
+
+_ENVIRONMENT = {
+    # The repository's folders must not be importable by their bare names in workers.
+    "PYTHONSAFEPATH": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # SIGTERM stops at once; the default waits 30 s for actors to leave by themselves.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Ray would kill a worker when others on this machine use memory.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RayHead:
+    address: str
+    pid: int
+    temp_dir: str
+
+
+def start_ray_head(cluster_id: str, resources: Mapping[str, int]) -> RayHead:
+    """Blocks until the head accepts connections. Raises UnavailableError with the end of its output."""
+    # Sockets live below it, and their paths must stay short: not in the state directory.
+    temp_dir = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir="/tmp"))
+    port = free_port("127.0.0.1", 0, "ray_address")
+    output = temp_dir / "head.log"
+    with output.open("w") as log:
+        process = subprocess.Popen(
+            _command(port, temp_dir, resources),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=temp_dir,
+            env={**os.environ, **_ENVIRONMENT, CLUSTER_VARIABLE: cluster_id},
+            start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+        )
+    head = RayHead(f"127.0.0.1:{port}", process.pid, str(temp_dir))
+    deadline = time.monotonic() + START_TIMEOUT_S
+    try:
+        while not _accepts(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                ending = "ended" if process.poll() is not None else f"did not answer within {START_TIMEOUT_S:.0f} s"
+                tail = output.read_text(errors="replace")[-2000:]
+                raise UnavailableError(f"ray start {ending}:\n{tail}", field="ray_address")
+            time.sleep(0.1)
+    except BaseException:
+        stop_ray_head(cluster_id, head.pid, head.temp_dir)
+        raise
+    return head
+
+
+def stop_ray_head(cluster_id: str, pid: int | None, temp_dir: str | None) -> list[int]:
+    """Stops everything of this cluster; returns the pids that would not go."""
+    left = stop_processes(cluster_id, pid)
+    if pid is not None:
+        _reap(pid)
+    if temp_dir and Path(temp_dir).name.startswith(_TEMP_PREFIX):
+        shutil.rmtree(temp_dir, ignore_errors=True)
+    return [process.pid for process in left]
+
+
+def _command(port: int, temp_dir: Path, resources: Mapping[str, int]) -> list[str]:
+    return [
+        sys.executable,
+        *("-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+        f"--port={port}",
+        # Cannot be switched off; a free port keeps two clusters on one machine apart.
+        f"--ray-client-server-port={free_port('127.0.0.1', 0, 'ray_address')}",
+        "--node-ip-address=127.0.0.1",
+        "--include-dashboard=false",
+        "--include-log-monitor=false",
+        "--disable-usage-stats",
+        f"--temp-dir={temp_dir}",
+        f"--object-store-memory={OBJECT_STORE_NBYTES}",
+        f"--num-cpus={max(1, len(os.sched_getaffinity(0)))}",
+        "--resources",
+        json.dumps(dict(resources)),
+    ]
+
+
+def _accepts(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=0.5):
+            return True
+    except OSError:
+        return False
+
+
+def _reap(pid: int) -> None:
+    """When the head is our own child: so that it leaves no zombie."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return

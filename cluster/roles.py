@@ -1,0 +1,146 @@
+"""Which workers a configuration asks for, and what pair each role resolves to: before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.cluster.config import ClusterConfig, WorkerConfig
+from kvferry.cluster.config_sources import worker_config
+from kvferry.core import CheckpointError, ConfigError, ModelLimits, Resolution, Role
+from kvferry.resolution import (
+    PairFacts,
+    ResolveRequest,
+    can_pair,
+    check_buildable,
+    original_architecture,
+    probe_libraries,
+    read_config,
+    resolve,
+)
+
+_BACKEND_VARIABLES = "KVFERRY_USE_"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All that a worker process needs to know. Picklable: it travels to the worker once, at its start."""
+
+    name: str
+    role: Role
+    model_dir: str
+    model_name: str
+    config: WorkerConfig
+    threads: int
+    host: str
+    router_endpoint: str
+    log_dir: str
+    log_level: str
+    cluster_id: str
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """One role of the cluster: how many workers, their settings and the pair they will run with."""
+
+    role: Role
+    count: int
+    config: WorkerConfig
+    resolution: Resolution
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{self.role.value}-{index}" for index in range(self.count))
+
+
+def plan_roles(config: ClusterConfig, model_config: Mapping[str, Any], environ: Mapping[str, str]) -> list[RolePlan]:
+    """Resolves every role that has workers. Raises ConfigError (ResolutionError) naming the setting to change."""
+    plans = []
+    for role in Role:
+        count = config.role_count(role)
+        if count:
+            settings = worker_config(config, role)
+            resolution = resolve_worker(settings, model_config, environ)
+            plans.append(RolePlan(role, count, settings, resolution))
+    _check_pairs(plans)
+    return plans
+
+
+def resolve_worker(config: WorkerConfig, model_config: Mapping[str, Any], environ: Mapping[str, str]) -> Resolution:
+    """The pair a worker with these settings runs with, known to be built and installed here."""
+    variables = backend_environ(environ)
+    request = ResolveRequest(
+        architecture=original_architecture(model_config),
+        config=model_config,
+        backend=config.transceiver.backend,
+        runtime=config.transceiver.runtime,
+        manager=config.kv_cache.manager,
+        transfer_timeout_ms=config.transceiver.transfer_timeout_ms,
+        speculative=config.engine.speculative,
+        prefix_reuse=config.kv_cache.prefix_reuse,
+        environ=variables,
+        missing_libraries=probe_libraries(config.transceiver.backend, variables),
+    )
+    resolution = resolve(request)
+    check_buildable(resolution, request)
+    return resolution
+
+
+def backend_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that backend DEFAULT looks at."""
+    return {name: value for name, value in environ.items() if name.startswith(_BACKEND_VARIABLES)}
+
+
+def early_model_config(model: str) -> Mapping[str, Any] | None:
+    """config.json without unpacking or importing anything heavy; None when only the checkpoint itself can tell."""
+    if Path(model).expanduser().is_file():
+        return None
+    return read_config(model)
+
+
+def model_limits(model_config: Mapping[str, Any], max_context_tokens: int | None) -> ModelLimits:
+    """What the router checks requests against, read from config.json (a wrapper's text part counts).
+
+    Raises CheckpointError for a missing key, ConfigError when the setting exceeds what the model was made for.
+    """
+    text = model_config.get("text_config")
+    merged = {**model_config, **(text if isinstance(text, Mapping) else {})}
+    sizes = {}
+    for key in ("vocab_size", "max_position_embeddings"):
+        value = merged.get(key)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}", field="model")
+        sizes[key] = value
+    most = sizes["max_position_embeddings"]
+    if max_context_tokens is not None and max_context_tokens > most:
+        raise ConfigError(
+            f"engine.max_context_tokens is {max_context_tokens}, but the model was made for {most}",
+            field="engine.max_context_tokens",
+        )
+    return ModelLimits(sizes["vocab_size"], max_context_tokens or most)
+
+
+def threads_per_worker(config: WorkerConfig, workers: int, cores: int | None = None) -> int:
+    """The setting, or an equal share of this machine's cores: workers that share cores fight over them badly."""
+    available = cores if cores is not None else len(os.sched_getaffinity(0))
+    return config.engine.threads or max(1, available // max(1, workers))
+
+
+def _check_pairs(plans: list[RolePlan]) -> None:
+    """Both roles of a disaggregated cluster must be able to talk; overrides can keep them from it."""
+    by_role = {plan.role: plan for plan in plans}
+    if Role.PREFILL not in by_role or Role.DECODE not in by_role:
+        return
+    facts = [
+        PairFacts(f"{plan.role.value} workers", model_fingerprint="", kv_dtype="", resolution=plan.resolution)
+        for plan in (by_role[Role.PREFILL], by_role[Role.DECODE])
+    ]
+    problem = can_pair(*facts)
+    if problem:
+        raise ConfigError(
+            f"{problem}: set transceiver.runtime and kv_cache.manager alike for both roles", field="transceiver.runtime"
+        )

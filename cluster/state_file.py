@@ -1,0 +1,73 @@
+"""What a running cluster leaves on disk, so that another shell finds it: ``<state-dir>/cluster.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvferry.core import ConfigError
+
+FILE_NAME = "cluster.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """grpc, http: the router's addresses. ray_head_pid None: the Ray cluster is somebody else's and stays up.
+
+    actors: the names of the Ray actors this cluster started, the router's first.
+    """
+
+    cluster_id: str
+    model: str
+    grpc: str
+    http: str
+    ray_address: str
+    ray_head_pid: int | None
+    ray_temp_dir: str | None
+    actors: tuple[str, ...]
+
+
+def log_dir(state_dir: Path) -> Path:
+    return state_dir / "logs"
+
+
+def write_state(state_dir: Path, state: ClusterState) -> None:
+    """Atomic: a reader sees the old file or the new one."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    temporary = state_dir / f"{FILE_NAME}.{os.getpid()}"
+    temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(state_dir / FILE_NAME)
+
+
+def read_state(state_dir: Path) -> ClusterState | None:
+    """None when no cluster was started from this directory. Raises ConfigError for a file of another version."""
+    file = state_dir / FILE_NAME
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", field="state_dir") from None
+    try:
+        if loaded.pop("version") != _VERSION:
+            raise ConfigError(f"{file} was written by another version of kvferry", field="state_dir")
+        return ClusterState(**{**loaded, "actors": tuple(loaded["actors"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged: {error}", field="state_dir") from None
+
+
+def require_state(state_dir: Path) -> ClusterState:
+    state = read_state(state_dir)
+    if state is None:
+        raise ConfigError(
+            f"no cluster is running from {state_dir}: start one with `kvferry up`, or name another --state-dir",
+            field="state_dir",
+        )
+    return state
+
+
+def remove_state(state_dir: Path) -> None:
+    (state_dir / FILE_NAME).unlink(missing_ok=True)

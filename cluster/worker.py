@@ -1,0 +1,164 @@
+"""One worker in this process: resolve the pair, load the model, serve, and stay in the router's pool."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvferry.cluster.membership import PoolMember
+from kvferry.cluster.roles import WorkerSpec, resolve_worker
+from kvferry.cluster.worker_service import PeerBook, RoleWorker, StatusSource, WorkerIdentity, WorkerService
+from kvferry.core import ConfigError, Resolution, Role, new_incarnation, resolved_line
+from kvferry.decode import DecodeWorker
+from kvferry.engine import EngineSettings, ModelRunner
+from kvferry.kvcache import KVCacheManager, create_manager
+from kvferry.models import model_fingerprint
+from kvferry.prefill import PrefillWorker
+from kvferry.proto import worker_pb2_grpc
+from kvferry.resolution import prefix_reuse_enabled, read_config
+from kvferry.text import Tokenizer
+from kvferry.transceiver import Transceiver, add_transceiver_service, create_transceiver
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorker:
+    """What a worker has before it has an address: everything slow is in here."""
+
+    spec: WorkerSpec
+    resolution: Resolution
+    runner: ModelRunner
+    manager: KVCacheManager
+    tokenizer: Tokenizer
+    fingerprint: str
+
+
+def load_worker(spec: WorkerSpec) -> LoadedWorker:
+    """Resolves and loads; slow. Raises ConfigError and CheckpointError."""
+    model_dir = Path(spec.model_dir)
+    model_config = read_config(model_dir)
+    resolution = resolve_worker(spec.config, model_config, dict(spec.environ))
+    for warning in resolution.warnings:
+        logger.warning("%s", warning)
+    engine, cache = spec.config.engine, spec.config.kv_cache
+    runner = ModelRunner.load(
+        model_dir,
+        EngineSettings(
+            device=engine.device,
+            precision=engine.precision,
+            threads=spec.threads,
+            tokens_per_block=cache.tokens_per_block,
+            max_batch=engine.max_batch,
+            step_token_budget=engine.step_token_budget,
+            max_step_ms=engine.max_step_ms,
+            max_queued=engine.max_queued,
+            max_context_tokens=engine.max_context_tokens,
+        ),
+    )
+    reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
+    manager = create_manager(resolution.manager, runner.layouts, cache.bytes, prefix_reuse=reuse, device=engine.device)
+    return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), model_fingerprint(model_dir))
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker that answers at its endpoint."""
+
+    source: StatusSource
+    line: str
+
+
+async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -> None:
+    """Serves until cancelled; `ready` is called once, when requests can come. Owns everything it starts."""
+    spec = loaded.spec
+    # so_reuseport off: two workers must never share a port by accident.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)])
+    host = _own_address() if spec.host == "auto" else spec.host
+    try:
+        port = server.add_insecure_port(f"{host}:0")
+    except RuntimeError as error:
+        raise ConfigError(f"worker {spec.name} cannot bind {host}: {error}", field="worker_host") from None
+    endpoint = f"{host}:{port}"
+    incarnation = new_incarnation()
+    transceiver = _transceiver(loaded, endpoint, incarnation)
+    worker = _role_worker(loaded, transceiver)
+    peers = PeerBook(set(), {})
+    source = StatusSource(_identity(loaded, endpoint, incarnation), worker, peers)
+    try:
+        worker.add_to(server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(source), server)
+        if transceiver is not None:
+            add_transceiver_service(server, transceiver)
+        await server.start()
+        worker.start()
+        line = resolved_line(spec.name, spec.role.value, loaded.resolution)
+        logger.info("%s", line)
+        ready(Serving(source, line))
+        connect = worker.connect if isinstance(worker, DecodeWorker) and transceiver is not None else None
+        await PoolMember(spec.router_endpoint, source, peers, connect).run()
+    finally:
+        await server.stop(STOP_GRACE_S)
+        await asyncio.to_thread(worker.close)
+
+
+def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:
+    if loaded.resolution.runtime is None:
+        return None
+    timeout_ms = loaded.spec.config.transceiver.transfer_timeout_ms
+    if timeout_ms is None:
+        raise ConfigError(
+            f"transceiver {loaded.resolution.transceiver} needs a finite transfer_timeout_ms",
+            field="transceiver.transfer_timeout_ms",
+        )
+    return create_transceiver(
+        resolution=loaded.resolution,
+        worker=loaded.spec.name,
+        role=loaded.spec.role,
+        incarnation=incarnation,
+        model_fingerprint=loaded.fingerprint,
+        pools=loaded.manager.pools,
+        endpoint=endpoint,
+        transfer_timeout_ms=timeout_ms,
+        lease_s=loaded.spec.config.transceiver.lease_s,
+    )
+
+
+def _role_worker(loaded: LoadedWorker, transceiver: Transceiver | None) -> RoleWorker:
+    name = loaded.spec.name
+    if loaded.spec.role is Role.PREFILL:
+        assert transceiver is not None, "a prefill role is never planned on backend NONE"
+        return PrefillWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer)
+    return DecodeWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer)
+
+
+def _identity(loaded: LoadedWorker, endpoint: str, incarnation: str) -> WorkerIdentity:
+    spec = loaded.spec
+    return WorkerIdentity(
+        name=spec.name,
+        role=spec.role,
+        incarnation=incarnation,
+        endpoint=endpoint,
+        model=spec.model_name,
+        model_fingerprint=loaded.fingerprint,
+        kv_dtype=loaded.runner.layouts[0].dtype.value,
+        kv_cache_core=loaded.manager.core,
+        max_batch=loaded.runner.settings.max_batch,
+        resolution=loaded.resolution,
+    )
+
+
+def _own_address() -> str:
+    """The address of this machine that others reach it by. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        address: str = probe.getsockname()[0]
+        return address
