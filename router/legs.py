@@ -1,0 +1,156 @@
+"""One attempt at a request: the prefill leg, the hand-off, the decode leg. Retrying is the driver's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from kvferry.core import KVFerryError, OutputDelta, RequestState, Role
+from kvferry.router.admission import Gate
+from kvferry.router.job import Progress, Update
+from kvferry.router.ledger import Ledger
+from kvferry.router.placement import Placement
+from kvferry.router.pool import Lease
+from kvferry.router.worker_client import LegError, PrefillResult, WorkerClients
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class Legs:
+    """Runs attempts. Every generator here ends its calls and gives its leases back when it is closed."""
+
+    def __init__(
+        self, placement: Placement, clients: WorkerClients, ledger: Ledger, prefill_gate: Gate, queue_timeout_s: float
+    ) -> None:
+        self._placement = placement
+        self._clients = clients
+        self._ledger = ledger
+        self._prefill_gate = prefill_gate
+        self._queue_timeout_s = queue_timeout_s
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def attempt(self, progress: Progress) -> AsyncGenerator[Update, None]:
+        """Yields what the client is sent. Raises LegError when a worker fails, KVFerryError when none is found."""
+        with await self._placement.first(progress) as lease:
+            if lease.facts.role is Role.PREFILL:
+                updates = self._disaggregated(progress, lease)
+            else:
+                updates = self._alone(progress, lease)
+            async with aclosing(updates):
+                async for update in updates:
+                    yield update
+
+    async def close(self) -> None:
+        """Waits for hand-offs that are being released; each is bounded."""
+        await asyncio.gather(*self._releases, return_exceptions=True)
+
+    async def _alone(self, progress: Progress, lease: Lease) -> AsyncGenerator[Update, None]:
+        """A worker that computes the prompt itself."""
+        progress.route = replace(progress.route, prefill=lease.worker, decode=lease.worker, disaggregated=False)
+        self._ledger.moved(progress, RequestState.DECODING)
+        async with aclosing(self._decoded(progress, lease, None)) as updates:
+            async for update in updates:
+                yield update
+
+    async def _disaggregated(self, progress: Progress, lease: Lease) -> AsyncGenerator[Update, None]:
+        result = await self._prefilled(progress, lease)
+        first = self._count_first(progress, lease, result)
+        if result.finish_reason is not None:
+            yield progress.last(first, result.finish_reason, time.monotonic())
+            return
+        try:
+            self._ledger.moved(progress, RequestState.TRANSFERRING)
+            # Neither does the first token wait for a decode worker, nor the hand-off for a slow client.
+            decode = self._placement.successor_now(progress, lease.worker)
+            if decode is None:
+                yield first
+                decode = await self._placement.successor(progress, lease.worker)
+                early = None
+            else:
+                early = first
+            lease.release()
+            async with aclosing(self._handed_over(progress, decode, result, early)) as updates:
+                async for update in updates:
+                    yield update
+        finally:
+            if progress.lifecycle.state is RequestState.TRANSFERRING:
+                self._release_later(progress, lease, result.handle)
+
+    async def _prefilled(self, progress: Progress, lease: Lease) -> PrefillResult:
+        wait_s = min(self._queue_timeout_s, progress.job.deadline.left_s())
+        async with self._prefill_gate.place(wait_s):
+            self._ledger.moved(progress, RequestState.PREFILLING)
+            return await self._clients.prefill(lease, progress.worker_request())
+
+    def _count_first(self, progress: Progress, lease: Lease, result: PrefillResult) -> Update:
+        aux = result.aux
+        if progress.cached_tokens is None:  # a replay finds its own prompt in the cache: that is no hit
+            progress.cached_tokens = aux.usage.cached_tokens
+        progress.route = replace(progress.route, prefill=lease.worker, decode="", disaggregated=False)
+        progress.timings = replace(progress.timings, queue_ms=aux.timings.queue_ms, prefill_ms=aux.timings.prefill_ms)
+        logprobs = (aux.first_logprob,) if aux.first_logprob is not None else ()
+        return progress.sent((aux.first_token_id,), result.text, logprobs, time.monotonic())
+
+    async def _handed_over(
+        self, progress: Progress, lease: Lease, result: PrefillResult, first: Update | None
+    ) -> AsyncGenerator[Update, None]:
+        progress.route = replace(progress.route, decode=lease.worker, disaggregated=True)
+        with lease:
+            async with aclosing(self._decoded(progress, lease, result, first)) as updates:
+                async for update in updates:
+                    yield update
+
+    async def _decoded(
+        self, progress: Progress, lease: Lease, result: PrefillResult | None, first: Update | None = None
+    ) -> AsyncGenerator[Update, None]:
+        """The decode leg, ended at a finish reason. first: sent to the client once the call is on its way."""
+        handle, aux = (result.handle, result.aux) if result is not None else (b"", None)
+        call = self._clients.decode(lease, progress.worker_request(), handle, aux)
+        try:
+            if first is not None:
+                yield first
+            async with aclosing(call.deltas()) as deltas:
+                async for delta in deltas:
+                    if progress.lifecycle.state is RequestState.TRANSFERRING:
+                        self._ledger.moved(progress, RequestState.DECODING)
+                    yield self._counted(progress, delta, alone=result is None)
+        finally:
+            call.cancel()
+
+    def _counted(self, progress: Progress, delta: OutputDelta, *, alone: bool) -> Update:
+        if delta.transferred_bytes:
+            progress.route = replace(progress.route, transferred_bytes=delta.transferred_bytes)
+        now = time.monotonic()
+        update = progress.sent(delta.token_ids, delta.text, delta.logprobs, now)
+        if delta.finish_reason is None:
+            return update
+        if progress.cached_tokens is None:
+            progress.cached_tokens = delta.usage.cached_tokens
+        times = delta.timings
+        if alone:
+            progress.timings = times
+        else:
+            progress.timings = replace(progress.timings, transfer_ms=times.transfer_ms, decode_ms=times.decode_ms)
+        return progress.last(update, delta.finish_reason, now)
+
+    def _release_later(self, progress: Progress, lease: Lease, handle: bytes) -> None:
+        """In the background: whoever cancelled us must not wait, nor be able to cancel this too."""
+        if lease.lost_reason is not None:
+            return
+        task = asyncio.get_running_loop().create_task(self._release(progress.job.request_id, lease, handle))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, request_id: str, lease: Lease, handle: bytes) -> None:
+        try:
+            await self._clients.release(lease, handle, _RELEASE_TIMEOUT_S)
+        except (LegError, KVFerryError) as error:
+            logger.warning(
+                "request %s: %s keeps the hand-off until its lease ends: %s", request_id, lease.worker, error
+            )

@@ -1,0 +1,188 @@
+"""The router's calls to workers: dataclasses in, dataclasses out, every failure a LegError."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvferry.core import (
+    AuxRecord,
+    DeadlineExceededError,
+    FinishReason,
+    InternalError,
+    KVFerryError,
+    OutputDelta,
+    WorkerRequest,
+    codec,
+)
+from kvferry.proto import worker_pb2, worker_pb2_grpc
+from kvferry.router.facts import WorkerFacts
+from kvferry.router.pool import Lease, WorkerLostError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_NBYTES = 16 * 1024 * 1024
+# After the last token a worker only has its status left to send.
+_TRAILER_TIMEOUT_S = 1.0
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+    # A restarted worker at the same address must not inherit its predecessor's back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class LegError(Exception):
+    """One leg failed on one worker. lost: the call failed below the application, so others there will too."""
+
+    def __init__(self, facts: WorkerFacts, error: KVFerryError, *, lost: bool) -> None:
+        super().__init__(f"{facts.name}: {error.message}")
+        self.facts = facts
+        self.error = error
+        self.lost = lost
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """handle is empty when the request ended at its first token."""
+
+    aux: AuxRecord
+    finish_reason: FinishReason | None
+    handle: bytes
+    text: str
+
+
+class WorkerClients:
+    """One channel per worker incarnation. Owned by the router: `close` ends them all."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def prefill(self, lease: Lease, request: WorkerRequest) -> PrefillResult:
+        """Computes the prompt on the leased worker. Cancelling this cancels the work."""
+        stub = worker_pb2_grpc.PrefillStub(self._channel(lease))
+        call = stub.Run(codec.request_to_wire(request), timeout=request.deadline_s)
+        lease.cancel_with(call.cancel)
+        with _translated(lease):
+            reply = await call
+            return PrefillResult(
+                aux=codec.aux_from_wire(reply.aux),
+                finish_reason=codec.finish_from_wire(reply.finish_reason),
+                handle=reply.handle,
+                text=reply.text,
+            )
+
+    def decode(
+        self, lease: Lease, request: WorkerRequest, handle: bytes = b"", aux: AuxRecord | None = None
+    ) -> DecodeCall:
+        """Starts decoding on the leased worker at once; without a handle it computes the prompt itself."""
+        wire = worker_pb2.DecodeRequest(
+            request=codec.request_to_wire(request), handle=handle, aux=codec.aux_to_wire(aux) if aux else None
+        )
+        stub = worker_pb2_grpc.DecodeStub(self._channel(lease))
+        call = stub.Run(wire, timeout=request.deadline_s)
+        lease.cancel_with(call.cancel)
+        return DecodeCall(lease, call, request.request_id)
+
+    async def release(self, lease: Lease, handle: bytes, timeout_s: float) -> bool:
+        """Gives up a hand-off nobody will pull; False when the worker knew nothing of it."""
+        stub = worker_pb2_grpc.PrefillStub(self._channel(lease))
+        with _translated(lease):
+            reply = await stub.Release(worker_pb2.ReleaseRequest(handle=handle), timeout=timeout_s)
+            return bool(reply.found)
+
+    async def drain(self, lease: Lease, timeout_s: float) -> str:
+        """Tells the worker to take no more work; its state afterwards."""
+        stub = worker_pb2_grpc.WorkerStub(self._channel(lease))
+        with _translated(lease):
+            status = await stub.Drain(worker_pb2.WorkerDrainRequest(), timeout=timeout_s)
+            return str(status.state)
+
+    async def forget(self, live_incarnations: set[str]) -> None:
+        """Closes the channels of all other incarnations."""
+        for incarnation in self._channels.keys() - live_incarnations:
+            await self._channels.pop(incarnation).close()
+
+    async def close(self) -> None:
+        await self.forget(set())
+
+    def _channel(self, lease: Lease) -> grpc.aio.Channel:
+        facts = lease.facts
+        channel = self._channels.get(facts.incarnation)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(facts.endpoint, options=_CHANNEL_OPTIONS)
+            self._channels[facts.incarnation] = channel
+        return channel
+
+
+class DecodeCall:
+    """A running decode leg. Iterate `deltas` to the one with a finish reason; `cancel` ends it early."""
+
+    def __init__(self, lease: Lease, call: Any, request_id: str) -> None:
+        self._lease = lease
+        self._call = call
+        self._request_id = request_id
+
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
+        """Raises LegError when the stream fails, or ends without a finish reason."""
+        with _translated(self._lease):
+            while (reply := await self._call.read()) is not grpc.aio.EOF:
+                delta = codec.delta_from_wire(self._request_id, reply)
+                yield delta
+                if delta.finish_reason is not None:
+                    await self._read_trailer()
+                    return
+            raise WorkerLostError("the stream ended before the request was finished")
+
+    def cancel(self) -> None:
+        """Idempotent; does nothing once the call is over."""
+        self._call.cancel()
+
+    async def _read_trailer(self) -> None:
+        """Lets the call end by itself, so that the worker does not take a finished request for a cancelled one."""
+        try:
+            await asyncio.wait_for(self._call.code(), _TRAILER_TIMEOUT_S)
+        except TimeoutError:
+            self._call.cancel()
+
+
+@contextmanager
+def _translated(lease: Lease) -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _leg_error(lease, error) from None
+    except KVFerryError as error:
+        raise LegError(lease.facts, error, lost=isinstance(error, WorkerLostError)) from None
+    except asyncio.CancelledError:
+        # Cancelling a call because its worker is lost looks like our own task being cancelled.
+        task = asyncio.current_task()
+        if lease.lost_reason is None or (task is not None and task.cancelling()):
+            raise
+        lost = WorkerLostError(lease.lost_reason)
+        raise LegError(lease.facts, lost, lost=True) from None
+
+
+def _leg_error(lease: Lease, error: grpc.aio.AioRpcError) -> LegError:
+    """The worker's own error where it sent one, else what the status means here."""
+    for key, value in error.trailing_metadata() or ():
+        if key == codec.ERROR_METADATA_KEY:
+            return LegError(
+                lease.facts, codec.error_from_wire(value if isinstance(value, bytes) else value.encode()), lost=False
+            )
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return LegError(lease.facts, DeadlineExceededError("the request's deadline passed"), lost=False)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return LegError(lease.facts, WorkerLostError(f"no connection: {details}"), lost=True)
+    logger.error("worker %s answered %s: %s", lease.worker, code.name, details)
+    return LegError(lease.facts, InternalError(f"{lease.worker} failed; its log says why"), lost=False)
