@@ -1,0 +1,107 @@
+"""`kvferry status`: who serves, what each worker resolved to and why, blocks and requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.cli.options import Endpoint, Json, StateDir, find_endpoint
+from kvferry.cli.output import print_json, refusals
+from kvferry.cluster.admin_client import AdminClient
+from kvferry.core import codec
+from kvferry.proto import admin_pb2
+from kvferry.resolution import resolution_dict
+
+
+def status_command(endpoint: Endpoint = None, state_dir: StateDir = None, as_json: Json = False) -> None:
+    """Show every worker: role, state, resolved transceiver/KV pair and its reason, blocks, requests."""
+    with refusals(as_json):
+        with AdminClient(find_endpoint(endpoint, state_dir)) as admin:
+            status = admin.status()
+        if as_json:
+            print_json(status_dict(status))
+        else:
+            Console().print(status_view(status_dict(status)))
+
+
+def status_dict(status: admin_pb2.StatusResponse) -> dict[str, Any]:
+    router = status.router
+    return {
+        "workers": [_worker_dict(worker) for worker in status.workers],
+        "router": {
+            "endpoint": router.endpoint,
+            "pid": router.pid,
+            "model": router.model,
+            "requests": dict(router.requests),
+            "queue_depth": router.queue_depth,
+        },
+    }
+
+
+def _worker_dict(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
+    blocks = codec.blocks_from_wire(worker.blocks)
+    return {
+        "name": worker.name,
+        "role": worker.role,
+        "state": worker.state,
+        "state_reason": worker.state_reason,
+        "pid": worker.pid,
+        "incarnation": worker.incarnation,
+        "endpoint": worker.endpoint,
+        "resolution": resolution_dict(codec.resolution_from_wire(worker.resolution)),
+        "blocks": {
+            "total": blocks.total,
+            "free": blocks.free,
+            "cached": blocks.cached,
+            "pinned": blocks.pinned,
+            "quarantined": blocks.quarantined,
+        },
+        "requests": dict(worker.requests),
+        "model": worker.model,
+        "kv_cache_core": worker.kv_cache_core,
+        "max_batch": worker.max_batch,
+        "peers": list(worker.peers),
+        "peer_errors": dict(worker.peer_errors),
+    }
+
+
+def status_view(status: dict[str, Any]) -> Group:
+    """The status as a table, and under it why each worker runs what it runs."""
+    table = Table(box=None, header_style="bold")
+    for column in (
+        "worker",
+        "role",
+        "state",
+        "pid",
+        "transceiver",
+        "manager",
+        "blocks free/total",
+        "cached",
+        "requests",
+    ):
+        table.add_column(column)
+    reasons = []
+    for worker in status["workers"]:
+        resolution, blocks = worker["resolution"], worker["blocks"]
+        live = {name: count for name, count in worker["requests"].items() if count}
+        table.add_row(
+            worker["name"],
+            worker["role"],
+            worker["state"],
+            str(worker["pid"]),
+            f"{resolution['transceiver']} ({resolution['runtime_source'] or '-'})",
+            f"{resolution['manager']} ({resolution['manager_source']})",
+            f"{blocks['free']}/{blocks['total']}",
+            str(blocks["cached"]),
+            ", ".join(f"{name} {count}" for name, count in live.items()) or "-",
+        )
+        reasons.append(f"{worker['name']}: {resolution['reason']}")
+        reasons += [f"{worker['name']}: {worker['state_reason']}"] if worker["state_reason"] else []
+        reasons += [f"{worker['name']}: {error}" for error in worker["peer_errors"].values()]
+    router = status["router"]
+    requests = ", ".join(f"{name} {count}" for name, count in router["requests"].items() if count) or "none yet"
+    head = f"router {router['endpoint']} serves {router['model']}; queue {router['queue_depth']}; requests: {requests}"
+    return Group(Text(head), table, *(Text(reason, style="dim") for reason in dict.fromkeys(reasons)))
