@@ -404,3 +404,13 @@ def handle_from_bytes(data: bytes) -> TransferHandle:
         ),
         tokens_digest=wire.tokens_digest,
     )
+
+
+def signed_handle_to_bytes(handle: bytes, mac: bytes) -> bytes:
+    return worker_pb2.SignedHandle(handle=handle, mac=mac).SerializeToString()
+
+
+def signed_handle_from_bytes(data: bytes) -> tuple[bytes, bytes]:
+    """(handle, mac) as they came; the MAC is not checked here."""
+    wire = parse(worker_pb2.SignedHandle, data, "signed handle")
+    return wire.handle, wire.mac

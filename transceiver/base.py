@@ -17,13 +17,18 @@ import numpy.typing as npt
 
 from kvferry.core import BlockTable, MemRegion, RankInfo, TokenRange
 from kvferry.kvcache import BlockHold
+from kvferry.transceiver.stats import TransferStats
 
 CopyArray = npt.NDArray[np.uint64]
 """[copies, 3]: local address, remote address, bytes."""
 
 
 class OpState(Enum):
-    """A physical operation. IN_DOUBT: it failed or was abandoned, and may still touch memory."""
+    """A physical operation. IN_DOUBT: it failed or was abandoned, and may still touch memory.
+
+    NOT_SUBMITTED is also what an operation falls back to when a fence took it along: it has not finished,
+    touches no memory any more, and may be submitted anew.
+    """
 
     NOT_SUBMITTED = "not_submitted"
     SUBMITTED = "submitted"
@@ -60,7 +65,7 @@ class Operation(ABC):
 
 
 class Agent(ABC):
-    """The agent ABI. Errors of the backend surface as TransferError."""
+    """The agent ABI. Errors of the backend surface as TransferError. Not thread-safe: one thread uses it."""
 
     @abstractmethod
     def register(self, region: MemRegion) -> None: ...
@@ -87,11 +92,15 @@ class Agent(ABC):
 
     @abstractmethod
     def drain_notifications(self) -> list[tuple[str, bytes]]:
-        """(peer incarnation, message) pairs that arrived since the last call."""
+        """(peer incarnation, message) pairs that arrived since the last call. Non-blocking; also the call that
+        gives a backend without threads of its own the chance to make progress."""
 
     @abstractmethod
     def fence(self, peer: str) -> None:
-        """Afterwards no local operation with `peer` can touch memory any more."""
+        """Afterwards no local operation with `peer` can touch memory any more, and `peer` is forgotten.
+
+        May take operations with other peers along (they poll as NOT_SUBMITTED) and change `metadata`; the other
+        peers and all registered memory stay. TransferError when it could not be done: try again later."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -151,11 +160,18 @@ class Transceiver(ABC):
     ) -> int:
         """Starts pulling positions `tokens` of the advertised cache into the local blocks `tables` (one per group,
         block 0 first) and returns a load id at once. `on_done` is called exactly once. An empty range moves
-        nothing and only tells the source that it is done."""
+        nothing and only tells the source that it is done. Whatever is wrong with the handle or the peer comes as
+        `on_done` with an error, never as an exception; TransferError only once the transceiver is closed."""
 
     @abstractmethod
     def cancel_load(self, load_id: int) -> CancelOutcome:
-        """`on_done` still follows, with error set, when it was in flight."""
+        """`on_done` still follows, with error set, unless it has been called already (NOT_FOUND, ALREADY_COMPLETE).
+
+        IN_FLIGHT: bytes are moving, and `on_done` comes when they have stopped."""
+
+    def stats(self) -> TransferStats:
+        """A snapshot of the counters. Non-blocking; zeros from a runtime that counts nothing."""
+        return TransferStats()
 
     @abstractmethod
     def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:

@@ -1,0 +1,105 @@
+"""A transfer as its two ends see it: one life cycle, two kinds of session.
+
+Logical outcome is not memory quiescence: a session's state says how it ended, its operation's `OpState` whether
+memory may still be touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvferry.core import BlockTable, Lifecycle, RankInfo, TokenRange
+from kvferry.kvcache import BlockHold
+from kvferry.transceiver.base import LoadResult, Operation
+from kvferry.transceiver.planner import GenerationReads, TransferPlan
+from kvferry.transceiver.protocol import SignedHandle
+from kvferry.transceiver.scratch import ScratchBlock
+from kvferry.transceiver.stats import FailureClass
+
+
+class SessionState(Enum):
+    """ADVERTISED: at the source, its handle is out; at the destination, the handle is verified and planned."""
+
+    CREATED = "created"
+    ADVERTISED = "advertised"
+    TRANSFERRING = "transferring"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_DEAD = frozenset({SessionState.FAILED, SessionState.CANCELLED})
+SESSION_TRANSITIONS: Mapping[SessionState, frozenset[SessionState]] = {
+    SessionState.CREATED: frozenset({SessionState.ADVERTISED}) | _DEAD,
+    # ADVERTISED -> DONE: nothing had to move, or BEGIN was lost or overtaken on the way.
+    SessionState.ADVERTISED: frozenset({SessionState.TRANSFERRING, SessionState.DONE}) | _DEAD,
+    SessionState.TRANSFERRING: frozenset({SessionState.DONE}) | _DEAD,
+    SessionState.DONE: frozenset(),
+    SessionState.FAILED: frozenset(),
+    SessionState.CANCELLED: frozenset(),
+}
+
+
+def new_lifecycle() -> Lifecycle[SessionState]:
+    return Lifecycle(SessionState.CREATED, SESSION_TRANSITIONS)
+
+
+@dataclass(slots=True, eq=False)
+class SourceSession:
+    """An advertised hand-off. The hold stays pinned until the session ends; then `on_release` runs once."""
+
+    transfer_id: int
+    nonce: bytes
+    hold: BlockHold
+    tokens: TokenRange
+    on_release: Callable[[], None]
+    advertised_s: float
+    begun_s: float = 0.0
+    lifecycle: Lifecycle[SessionState] = field(default_factory=new_lifecycle)
+
+
+class LoadStage(Enum):
+    """Which physical operation a load in TRANSFERRING is at."""
+
+    DATA = "data"
+    GENERATIONS = "generations"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a load will fail as soon as its operation has come to rest."""
+
+    failure: FailureClass
+    message: str
+
+
+@dataclass(slots=True, eq=False)
+class LoadSession:
+    """One pull. Owned by the agent thread; `lifecycle`, `verdict` and `on_quiet` change under the table's lock."""
+
+    load_id: int
+    data: bytes
+    tokens_digest: bytes
+    tables: tuple[BlockTable, ...]
+    tokens: TokenRange
+    on_done: Callable[[LoadResult], None]
+    deadline_s: float
+    lifecycle: Lifecycle[SessionState] = field(default_factory=new_lifecycle)
+    verdict: Verdict | None = None
+    signed: SignedHandle | None = None
+    peer: RankInfo | None = None
+    plan: TransferPlan | None = None
+    reads: GenerationReads | None = None
+    stage: LoadStage = LoadStage.DATA
+    operation: Operation | None = None
+    scratch: ScratchBlock | None = None
+    submitted_s: float = 0.0
+    resubmissions: int = 0
+    on_quiet: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def begun(self) -> bool:
+        """An operation may be touching memory, or did."""
+        return self.lifecycle.state is SessionState.TRANSFERRING
