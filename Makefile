@@ -76,10 +76,10 @@ test: setup
 	$(MAKE) --no-print-directory pytest
 
 demo: setup
-	@$(BIN)/python -m kvferry.cluster.demo
+	@$(BIN)/kvferry demo
 
 bench: setup
-	@$(BIN)/python -m kvferry.bench.floor
+	@$(BIN)/kvferry bench floor
 
 # torch's local version (+cpu, +cu130) depends on the index, so it is left out.
 lock: setup
