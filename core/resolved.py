@@ -42,7 +42,8 @@ class Resolution:
 def resolved_line(worker: str, role: str, resolution: Resolution) -> str:
     """The one line every worker logs when it is ready: machine-readable and stable."""
     runtime_source = resolution.runtime_source.value if resolution.runtime_source else "-"
-    reason = resolution.reason.replace('"', "'")
+    # One line that shell-like splitters read back: no line breaks, quotes or escapes inside the quoted reason.
+    reason = " ".join(resolution.reason.split()).replace('"', "'").replace("\\", "/")
     return (
         f"resolved worker={worker} role={role} model={resolution.architecture} "
         f"transceiver={resolution.transceiver} transceiver_source={runtime_source} "

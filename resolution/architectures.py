@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,7 +22,7 @@ LLAMA = "kvferry.models.llama:Llama"
 def lookup(config: Config, key: str, default: Any) -> Any:
     """`key` of a text backbone, in its own config or inside a wrapper's outer one; `default` where neither has it."""
     for section in (config, *(config.get(name) for name in _INNER_SECTIONS)):
-        if isinstance(section, dict) and section.get(key, _MISSING) is not _MISSING:
+        if isinstance(section, Mapping) and section.get(key, _MISSING) is not _MISSING:
             return section[key]
     return default
 

@@ -1,0 +1,124 @@
+import importlib
+import importlib.util
+from typing import Any
+
+import pytest
+
+from kvferry.core import Resolution
+from kvferry.resolution import (
+    CARDS,
+    Catalog,
+    ResolutionError,
+    ResolveRequest,
+    TransceiverCapability,
+    build_gaps,
+    check_buildable,
+    find_card,
+    probe_libraries,
+    required_implementation,
+    resolve,
+)
+from kvferry.resolution.capabilities import BUILTIN_MANAGERS, BUILTIN_TRANSCEIVERS
+
+
+def resolved(architecture: str = "LlamaForCausalLM", **settings: Any) -> Resolution:
+    return resolve(ResolveRequest(architecture, **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"manager": "V1"}, {"runtime": "PYTHON"}, {"backend": "NONE"}])
+def test_what_is_built_passes(settings: dict[str, Any]) -> None:
+    resolution = resolved(**settings)
+    assert build_gaps(resolution) == ()
+    check_buildable(resolution)
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"runtime": "CPP"}, "transceiver.runtime"),
+        ({"transfer_timeout_ms": None}, "transceiver.runtime"),
+        ({"backend": "UCX"}, "transceiver.backend"),
+        ({"backend": "SHM"}, "transceiver.backend"),
+        ({"backend": "MOONCAKE"}, "transceiver.backend"),
+    ],
+)
+def test_a_designed_route_without_an_implementation_resolves_but_is_not_launched(
+    settings: dict[str, Any], setting: str
+) -> None:
+    resolution = resolved(**settings)
+    with pytest.raises(ResolutionError, match="not built in this version") as raised:
+        check_buildable(resolution)
+    assert raised.value.field == setting
+    assert resolution.transceiver in raised.value.message
+    assert "NIXL/PYTHON" in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"beam_width": 2}, "beam_width"),
+        ({"kv_connector": "lmcache"}, "kv_connector"),
+        ({"speculative": "two-model"}, "speculative"),
+    ],
+)
+def test_features_are_not_built(settings: dict[str, Any], setting: str) -> None:
+    request = ResolveRequest("LlamaForCausalLM", **settings)
+    with pytest.raises(ResolutionError, match="not built in this version") as raised:
+        check_buildable(resolve(request), request)
+    assert raised.value.field == setting
+
+
+def test_a_known_architecture_without_a_forward_pass_says_so_when_loaded_not_when_resolved() -> None:
+    resolution = resolved("GptOssForCausalLM")
+    assert build_gaps(resolution) == ()
+    for load in (
+        lambda: check_buildable(resolution),
+        lambda: required_implementation(find_card({"architectures": ["GptOssForCausalLM"]})),
+    ):
+        with pytest.raises(ResolutionError, match="GptOssForCausalLM is known") as raised:
+            load()
+        assert raised.value.field == "model"
+        assert "LlamaForCausalLM" in raised.value.message
+
+
+def test_an_implementation_is_a_lazy_path() -> None:
+    assert required_implementation(find_card({"architectures": ["LlamaForCausalLM"]})) == "kvferry.models.llama:Llama"
+
+
+def _paths() -> set[str]:
+    paths = {CARDS.get(name).implementation for name in CARDS}
+    paths |= {entry.implementation for transceiver in BUILTIN_TRANSCEIVERS for entry in transceiver.runtimes}
+    paths |= {manager.implementation for manager in BUILTIN_MANAGERS}
+    return {path for path in paths if path is not None}
+
+
+@pytest.mark.parametrize("path", sorted(_paths()))
+def test_every_declared_implementation_exists(path: str) -> None:
+    module, _, attribute = path.partition(":")
+    assert callable(getattr(importlib.import_module(module), attribute))
+
+
+def _probe(library: str) -> frozenset[str]:
+    capability = TransceiverCapability("PROBED", BUILTIN_TRANSCEIVERS[0].runtimes, library=library)
+    catalog = Catalog()
+    catalog.transceivers.register("PROBED", lambda: capability)
+    return probe_libraries("PROBED", catalog=catalog)
+
+
+@pytest.mark.parametrize("library", ["a_library_nobody_has", "a_library_nobody_has.part"])
+def test_a_library_that_is_not_here_is_found_missing(library: str) -> None:
+    assert _probe(library) == {library}
+
+
+@pytest.mark.parametrize("library", ["json", "email.mime", ""])
+def test_a_library_that_is_here_is_not_missing(library: str) -> None:
+    assert _probe(library) == frozenset()
+
+
+def test_probing_asks_for_the_effective_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.resolution.buildable.find_spec", lambda name: None)
+    assert probe_libraries("DEFAULT") == {"nixl_cu12"}
+    assert probe_libraries("DEFAULT", {"KVFERRY_USE_MOONCAKE": "1"}) == {"mooncake"}
+    assert probe_libraries("NONE") == frozenset()
+    assert probe_libraries("MPI") == frozenset()
+    assert probe_libraries() == {"nixl_cu12", "libucx", "mooncake"}
