@@ -63,6 +63,7 @@ class Live:
 class Held:
     hold: BlockHold
     tables: tuple[BlockTable, ...]
+    history: int = 0
     contents: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -94,8 +95,10 @@ class ManagerMachine(RuleBasedStateMachine):
         prompt=st.integers(1, LENGTH),
         sampling=st.integers(0, 1),
         priority=st.integers(0, 1),
+        steps=st.integers(0, 3),
     )
-    def open(self, tokens: list[int], scope: str, prompt: int, sampling: int, priority: int) -> None:
+    def open(self, tokens: list[int], scope: str, prompt: int, sampling: int, priority: int, steps: int) -> None:
+        """Opens a cache and takes the first `steps` of reserve, advance, commit for the whole prompt at once."""
         matched = self.manager.match(scope, tokens[:prompt])
         limit = prompt - sampling
         cache = self.manager.open(scope, tokens[:prompt], max_reuse=limit, priority=priority)
@@ -103,53 +106,30 @@ class ManagerMachine(RuleBasedStateMachine):
         if limit == prompt:
             assert cache.reused == matched
         assert cache.reused == 0 or (scope, tuple(tokens[: cache.reused])) in self.published
-        self.live.append(Live(cache, scope, tokens))
+        live = Live(cache, scope, tokens)
+        self.live.append(live)
+        if steps > 0 and self._reserve(live, prompt):
+            if steps > 1:
+                self._advance(live, prompt)
+            if steps > 2:
+                self._commit(live)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), more=st.integers(0, 20))
     def reserve(self, data: st.DataObject, more: int) -> None:
         live = data.draw(st.sampled_from(self.live))
-        capacity = min(LENGTH, live.cache.history + more)
-        blocks = max(-(-capacity // SIZE), -(-live.cache.capacity // SIZE))
-        before, tables = self._snapshot(), self._tables(live)
-        needs = [blocks - first - len(table) for table, first in tables]
-        fits = all(need <= BLOCKS - len(held) for need, held in zip(needs, self._held(), strict=True))
-        if not fits:
-            with pytest.raises(OutOfBlocksError, match=r"kv_cache\.bytes"):
-                live.cache.reserve(capacity)
-            assert self._snapshot() == before
-            return
-        live.cache.reserve(capacity)
-        assert live.cache.capacity >= capacity
-        for group, (table, _) in enumerate(tables):
-            now = list(live.cache.block_table(group))
-            assert now[: len(table)] == table
-            self.claimed[group] |= set(now[len(table) :])
+        self._reserve(live, min(LENGTH, live.cache.history + more))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def advance(self, data: st.DataObject) -> None:
         live = data.draw(st.sampled_from(self.live))
-        start = live.cache.history
-        stop = data.draw(st.integers(start, live.cache.capacity))
-        for group, pool in enumerate(self.manager.pools):
-            table, first = live.cache.block_table(group), live.cache.first_block(group)
-            for position in range(start, stop):
-                value = expected_value(live.scope, live.tokens[: position + 1])
-                pool.view[table[position // SIZE - first], :, :, 0, position % SIZE, 0] = value
-        live.cache.advance(stop)
-        live.just_committed = live.just_committed and stop == start
+        self._advance(live, data.draw(st.integers(live.cache.history, live.cache.capacity)))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        live = data.draw(st.sampled_from(self.live))
-        history = live.cache.history
-        live.cache.commit(live.tokens[:history])
-        assert live.cache.committed == history // SIZE * SIZE
-        live.just_committed = True
-        for blocks in range(1, history // SIZE + 1):
-            self.published.add((live.scope, tuple(live.tokens[: blocks * SIZE])))
+        self._commit(data.draw(st.sampled_from(self.live)))
 
     @precondition(lambda self: self.live and len(self.pins) < 4)
     @rule(data=st.data())
@@ -161,8 +141,8 @@ class ManagerMachine(RuleBasedStateMachine):
             ids, first = list(table.block_ids), live.cache.first_block(group)
             assert table.first_block == first
             assert ids == list(live.cache.block_table(group))[: -(-live.cache.history // SIZE) - first]
-            contents.append(self.manager.pools[group].view[ids].clone())
-        self.pins.append(Held(hold, hold.tables, contents))
+            contents.append(self._written(group, table, live.cache.history).clone())
+        self.pins.append(Held(hold, hold.tables, live.cache.history, contents))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -283,14 +263,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def pinned_bytes(self) -> None:
         for held in self.pins:
-            for pool, table, content in zip(self.manager.pools, held.tables, held.contents, strict=True):
-                ids = list(table.block_ids)
-                assert pool.generations[ids].tolist() == list(table.generations)
-                written = ~content.isnan()
-                now = pool.view[ids]
-                # A partly filled last block may be written on, never rewritten.
-                assert torch.equal(now[:-1].nan_to_num(), content[:-1].nan_to_num())
-                assert torch.equal(now[written & (content != 0)], content[written & (content != 0)])
+            for group, (pool, table) in enumerate(zip(self.manager.pools, held.tables, strict=True)):
+                assert pool.generations[list(table.block_ids)].tolist() == list(table.generations)
+                now = self._written(group, table, held.history)
+                assert torch.equal(now, held.contents[group])
 
     @invariant()
     def generations_rise_at_allocation_only(self) -> None:
@@ -320,6 +296,44 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.clear_reuse()
         self.manager.check_integrity()
         assert self.manager.counts() == self.start
+
+    # -- what the steps do ------------------------------------------------------------------------------
+
+    def _reserve(self, live: Live, capacity: int) -> bool:
+        """Reserves where the model says there is room, checks the refusal where there is none."""
+        blocks = max(-(-capacity // SIZE), -(-live.cache.capacity // SIZE))
+        before, tables = self._snapshot(), self._tables(live)
+        needs = [blocks - first - len(table) for table, first in tables]
+        if any(need > BLOCKS - len(held) for need, held in zip(needs, self._held(), strict=True)):
+            with pytest.raises(OutOfBlocksError, match=r"kv_cache\.bytes"):
+                live.cache.reserve(capacity)
+            assert self._snapshot() == before
+            return False
+        live.cache.reserve(capacity)
+        assert live.cache.capacity >= capacity
+        for group, (table, _) in enumerate(tables):
+            now = list(live.cache.block_table(group))
+            assert now[: len(table)] == table
+            self.claimed[group] |= set(now[len(table) :])
+        return True
+
+    def _advance(self, live: Live, stop: int) -> None:
+        start = live.cache.history
+        for group, pool in enumerate(self.manager.pools):
+            table, first = live.cache.block_table(group), live.cache.first_block(group)
+            for position in range(start, stop):
+                value = expected_value(live.scope, live.tokens[: position + 1])
+                pool.view[table[position // SIZE - first], :, :, 0, position % SIZE, 0] = value
+        live.cache.advance(stop)
+        live.just_committed = live.just_committed and stop == start
+
+    def _commit(self, live: Live) -> None:
+        history = live.cache.history
+        live.cache.commit(live.tokens[:history])
+        assert live.cache.committed == history // SIZE * SIZE
+        live.just_committed = True
+        for blocks in range(1, history // SIZE + 1):
+            self.published.add((live.scope, tuple(live.tokens[: blocks * SIZE])))
 
     # -- the model --------------------------------------------------------------------------------------
 
@@ -351,6 +365,11 @@ class ManagerMachine(RuleBasedStateMachine):
                 common = next((i for i in range(LENGTH) if live.tokens[i] != tokens[i]), LENGTH)
                 shared.append(min(common // SIZE * SIZE, live.cache.committed))
         return max(shared)
+
+    def _written(self, group: int, table: BlockTable, history: int) -> torch.Tensor:
+        """The bytes of the positions below `history`: a partly filled last block may be written on behind them."""
+        tokens = self.manager.pools[group].view[list(table.block_ids)].transpose(1, 4).flatten(0, 1)
+        return tokens[: max(0, history - table.first_block * SIZE)]
 
     def _snapshot(self) -> object:
         lengths = [(c.cache.committed, c.cache.history, c.cache.capacity, self._tables(c)) for c in self.live]
@@ -392,7 +411,7 @@ def test_every_step_keeps_the_invariants(machine: type[ManagerMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120,
+            max_examples=250,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

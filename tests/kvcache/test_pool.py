@@ -1,0 +1,62 @@
+"""The memory of a pool: sizes, alignment, views, claims."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvferry.core import AxisOrder, ConfigError, DType, GroupKind, KVLayout
+from kvferry.kvcache.pool import PAGE_NBYTES, Pages, blocks_for_budget, build_pool
+
+LAYOUT = KVLayout(GroupKind.FULL, (0, 3, 5), 2, 8, tokens_per_block=4)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("order", list(AxisOrder))
+def test_a_pool_is_zero_aligned_and_viewed_in_slot_order(dtype: DType, order: AxisOrder) -> None:
+    layout = dataclasses.replace(LAYOUT, dtype=dtype, axis_order=order)
+    pool = build_pool(layout, 7, "cpu")
+    assert pool.region.addr % PAGE_NBYTES == 0
+    assert pool.generation_region.addr % PAGE_NBYTES == 0
+    assert pool.region.nbytes == 7 * layout.slot_nbytes
+    assert (pool.generation_region.nbytes, pool.generations.dtype) == (56, torch.int64)
+    inner = (2, 4) if order is AxisOrder.HEAD_TOKEN else (4, 2)
+    assert tuple(pool.view.shape) == (7, 3, 2, *inner, 8)
+    assert not pool.buffer.any()
+    pool.view[2, 1, 1, 0, 1, 3] = 1
+    written = int(pool.buffer.nonzero()[0])
+    element = (((1 * 2 + 1) * inner[0] + 0) * inner[1] + 1) * 8 + 3
+    assert written // dtype.nbytes == 2 * layout.slot_nbytes // dtype.nbytes + element
+
+
+def test_all_groups_get_as_many_blocks_as_the_budget_pays_for() -> None:
+    latent = KVLayout(GroupKind.MLA, (1,), 1, 24, tokens_per_block=4, planes=1)
+    row = LAYOUT.slot_nbytes + latent.slot_nbytes
+    assert blocks_for_budget([LAYOUT, latent], 10 * row + row - 1) == 10
+
+
+def test_a_budget_below_one_block_names_the_setting_and_the_least() -> None:
+    with pytest.raises(ConfigError, match=rf"kv_cache\.bytes .* at least {LAYOUT.slot_nbytes}") as caught:
+        blocks_for_budget([LAYOUT], LAYOUT.slot_nbytes - 1)
+    assert caught.value.field == "kv_cache.bytes"
+
+
+def test_claims_raise_generations() -> None:
+    pool = build_pool(LAYOUT, 4, "cpu")
+    pages = Pages([pool], debug=False)
+    pages.claim(0, [1])
+    pages.claim(0, [3, 1])
+    assert pool.generations.tolist() == [0, 2, 0, 1]
+    assert pages.generations(0, [3, 1]) == (1, 2)
+    assert not pool.buffer.any()
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8])
+def test_debug_fills_claimed_pages_with_nan(dtype: DType) -> None:
+    pool = build_pool(dataclasses.replace(LAYOUT, dtype=dtype), 4, "cpu")
+    Pages([pool], debug=True).claim(0, [1, 2])
+    assert bool(pool.view[1:3].float().isnan().all())
+    assert not pool.view[0].float().any()
+    assert not pool.view[3].float().any()
