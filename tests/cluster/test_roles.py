@@ -1,0 +1,96 @@
+"""Which workers a configuration asks for, and refusals before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvferry.cluster.config import WorkerConfig
+from kvferry.cluster.config_sources import load_config
+from kvferry.cluster.roles import model_limits, plan_roles, threads_per_worker
+from kvferry.core import CheckpointError, ConfigError, ModelLimits, Role
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64}
+
+
+def _plan(**flags: Any) -> list[Any]:
+    settings = {key.replace("__", "."): value for key, value in flags.items()}
+    return plan_roles(load_config(flags=settings, environ={}), LLAMA, {})
+
+
+def test_prefill_and_decode_resolve_to_the_preferred_pair() -> None:
+    plans = _plan(prefill__count=2, decode__count=1)
+    assert [(plan.role, plan.names) for plan in plans] == [
+        (Role.PREFILL, ("prefill-0", "prefill-1")),
+        (Role.DECODE, ("decode-0",)),
+    ]
+    assert {(plan.resolution.transceiver, plan.resolution.manager) for plan in plans} == {("NIXL/PYTHON", "V2")}
+
+
+def test_backend_none_has_one_role_without_a_transceiver() -> None:
+    (plan,) = _plan(transceiver__backend="NONE", decode__count=2)
+    assert plan.role is Role.AGGREGATED
+    assert plan.names == ("aggregated-0", "aggregated-1")
+    assert plan.resolution.runtime is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"transceiver__backend": "UCX", "transceiver__runtime": "PYTHON"}, "transceiver.runtime"),
+        ({"transceiver__runtime": "CPP", "kv_cache__manager": "V2"}, "kv_cache.manager"),
+        (
+            {"transceiver__runtime": "PYTHON", "transceiver__transfer_timeout_ms": None},
+            "transceiver.transfer_timeout_ms",
+        ),
+        ({"transceiver__backend": "MPI"}, "transceiver.backend"),
+        ({"transceiver__backend": "NIXXL"}, "transceiver.backend"),
+    ],
+)
+def test_impossible_pairs_name_the_setting(flags: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _plan(**flags)
+    assert caught.value.field == field
+
+
+def test_overrides_that_keep_roles_apart_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"V1.*V2|V2.*V1"):
+        _plan(decode__kv_cache__manager="V1")
+
+
+def test_planning_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys\n"
+        "from kvferry.cluster.config_sources import load_config\n"
+        "from kvferry.cluster.roles import early_model_config, plan_roles\n"
+        "plan_roles(load_config(environ={}), early_model_config('smollm2'), {})\n"
+        "assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1), (0, 2, 2)])
+def test_cores_are_shared_out(workers: int, cores: int, threads: int) -> None:
+    assert threads_per_worker(WorkerConfig(), workers, cores) == threads
+
+
+def test_an_explicit_thread_count_is_kept() -> None:
+    config = WorkerConfig.model_validate({"engine": {"threads": 5}})
+    assert threads_per_worker(config, workers=4, cores=2) == 5
+
+
+def test_limits_come_from_the_text_part_of_a_wrapper() -> None:
+    assert model_limits(LLAMA, None) == ModelLimits(100, 64)
+    assert model_limits(LLAMA, 32) == ModelLimits(100, 32)
+    wrapper = {"architectures": ["X"], "text_config": {"vocab_size": 7, "max_position_embeddings": 9}}
+    assert model_limits(wrapper, None) == ModelLimits(7, 9)
+
+
+def test_limits_beyond_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the model was made for 64"):
+        model_limits(LLAMA, 65)
+    with pytest.raises(CheckpointError, match="vocab_size"):
+        model_limits({"max_position_embeddings": 4}, None)

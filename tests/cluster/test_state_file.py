@@ -1,0 +1,38 @@
+"""The state file says what is running, or that nothing is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.cluster.state_file import ClusterState, read_state, remove_state, require_state, write_state
+from kvferry.core import ConfigError
+
+STATE = ClusterState("kvf-1", "smollm2", "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 4, "/tmp/kvferry-x", ("router",))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    directory = tmp_path / "new"
+    assert read_state(directory) is None
+    write_state(directory, STATE)
+    assert read_state(directory) == STATE == require_state(directory)
+    assert [file.name for file in directory.iterdir()] == ["cluster.json"]
+    remove_state(directory)
+    remove_state(directory)
+    assert read_state(directory) is None
+
+
+def test_no_cluster_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kvferry up") as caught:
+        require_state(tmp_path)
+    assert caught.value.field == "state_dir"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"version": 1}', '{"version": 99}', '{"version": 1, "x": 2, "actors": []}']
+)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cluster.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"cluster\.json"):
+        read_state(tmp_path)
