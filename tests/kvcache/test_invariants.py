@@ -411,7 +411,7 @@ def test_every_step_keeps_the_invariants(machine: type[ManagerMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=250,
+            max_examples=180,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
