@@ -32,7 +32,8 @@ class KVPool:
 
     buffer: uint8, [num_blocks * layout.slot_nbytes], contiguous.
     view: the same memory typed, [block, layer, plane, head, token, dim] (token before head in TOKEN_HEAD order).
-    generations: int64 [num_blocks]; a block's entry is raised before its first overwrite by a new owner.
+    generations: int64 [num_blocks], in host memory; a block's entry is raised before its first overwrite by a
+    new owner. Both start on a page boundary.
     """
 
     layout: KVLayout
@@ -95,7 +96,10 @@ class KVCache(ABC):
 
     @abstractmethod
     def advance(self, history: int) -> None:
-        """Positions below `history` have been written. CacheStateError when it falls or passes capacity."""
+        """Positions below `history` have been written. CacheStateError when it falls or passes capacity.
+
+        Blocks of a window that this makes stale leave at the next `commit`, which still publishes them, or at the
+        next `advance`; at once where nothing is published."""
 
     @abstractmethod
     def commit(self, token_ids: Sequence[int]) -> None:
