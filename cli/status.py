@@ -69,36 +69,25 @@ def _worker_dict(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
 
 
 def status_view(status: dict[str, Any]) -> Group:
-    """The status as a table, and under it why each worker runs what it runs."""
-    table = Table(box=None, header_style="bold")
-    for column in (
-        "worker",
-        "role",
-        "state",
-        "pid",
-        "transceiver",
-        "manager",
-        "blocks free/total",
-        "cached",
-        "requests",
-    ):
-        table.add_column(column)
+    """The status as a table that fits 80 columns, and under it why each worker runs what it runs."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("worker", "state", "pid", "transceiver", "kv", "free blocks", "requests"):
+        table.add_column(column, no_wrap=column != "requests")
     reasons = []
     for worker in status["workers"]:
         resolution, blocks = worker["resolution"], worker["blocks"]
         live = {name: count for name, count in worker["requests"].items() if count}
         table.add_row(
             worker["name"],
-            worker["role"],
             worker["state"],
             str(worker["pid"]),
-            f"{resolution['transceiver']} ({resolution['runtime_source'] or '-'})",
-            f"{resolution['manager']} ({resolution['manager_source']})",
+            resolution["transceiver"],
+            resolution["manager"],
             f"{blocks['free']}/{blocks['total']}",
-            str(blocks["cached"]),
             ", ".join(f"{name} {count}" for name, count in live.items()) or "-",
         )
-        reasons.append(f"{worker['name']}: {resolution['reason']}")
+        sources = f"{resolution['runtime_source'] or '-'}/{resolution['manager_source']}"
+        reasons.append(f"{worker['name']} ({worker['role']}, by {sources}): {resolution['reason']}")
         reasons += [f"{worker['name']}: {worker['state_reason']}"] if worker["state_reason"] else []
         reasons += [f"{worker['name']}: {error}" for error in worker["peer_errors"].values()]
     router = status["router"]
