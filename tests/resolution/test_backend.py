@@ -26,7 +26,7 @@ def test_each_variable_chooses_and_recommends_the_setting(name: str) -> None:
 )
 def test_of_several_variables_the_first_in_the_fixed_order_wins(names: tuple[str, ...], first: str) -> None:
     chosen = effective_backend("DEFAULT", use(*names))
-    assert chosen.name == first
+    assert (chosen.name, chosen.variable) == (first, f"KVFERRY_USE_{first}")
     for ignored in set(names) - {first}:
         assert f"KVFERRY_USE_{ignored}" in chosen.warnings[0]
 

@@ -50,7 +50,7 @@ def test_a_designed_route_without_an_implementation_resolves_but_is_not_launched
         check_buildable(resolution)
     assert raised.value.field == setting
     assert resolution.transceiver in raised.value.message
-    assert "NIXL/PYTHON" in raised.value.message
+    assert "(built: NIXL/PYTHON)" in raised.value.message
 
 
 @pytest.mark.parametrize(
