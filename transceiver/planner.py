@@ -182,8 +182,9 @@ def _segments(tokens: TokenRange, block: int, other_block: int) -> tuple[_Ints, 
     cuts += [
         np.arange(-(-tokens.start // size) * size, tokens.stop, size, dtype=np.int64) for size in {block, other_block}
     ]
-    bounds = np.unique(np.concatenate(cuts))
-    return bounds[:-1], np.diff(bounds)
+    bounds = np.sort(np.concatenate(cuts))
+    lengths = np.diff(bounds)
+    return bounds[:-1][lengths > 0], lengths[lengths > 0]
 
 
 def _rows(ours: KVLayout, theirs: KVLayout, here: _Ints, there: _Ints, starts: _Ints, lengths: _Ints) -> _Ints:

@@ -1,0 +1,243 @@
+"""Workers, pools and control channels for transceiver tests, without models, managers or a cluster."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+import torch
+
+from kvferry.core import (
+    BlockTable,
+    GroupKind,
+    KVFerryError,
+    KVLayout,
+    RankInfo,
+    Resolution,
+    Role,
+    Source,
+    TokenRange,
+    TransferError,
+    new_incarnation,
+)
+from kvferry.kvcache import BlockHold, CacheStateError, KVPool
+from kvferry.transceiver.base import CancelOutcome, LoadResult
+from kvferry.transceiver.control import ControlClient, ControlTarget
+from kvferry.transceiver.faulty import FaultyAgent
+from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
+from kvferry.transceiver.python_runtime import PythonTransceiver, RuntimeTimes, WorkerIdentity
+
+T = TypeVar("T")
+
+DIGEST = b"d" * 32
+LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1), kv_heads=2, head_dim=4, tokens_per_block=4)
+
+
+class FakeHold(BlockHold):
+    """Counts its releases, as a manager's hold would refuse the second."""
+
+    def __init__(self, tables: tuple[BlockTable, ...]) -> None:
+        self._tables = tables
+        self.released = threading.Event()
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        return self._tables
+
+    def release(self) -> None:
+        if self.released.is_set():
+            raise CacheStateError("a hold was released twice")
+        self.released.set()
+
+
+class LocalControl(ControlClient):
+    """The control channel without a network: endpoints are looked up in a table shared by all workers."""
+
+    def __init__(self, targets: dict[str, ControlTarget]) -> None:
+        self.targets = targets
+        self.heartbeats = 0
+
+    def handshake(self, endpoint: str, initiator: RankInfo, timeout_s: float) -> Future[RankInfo]:
+        return self._call(endpoint, lambda target: target.answer_handshake(initiator))
+
+    def heartbeat(
+        self, endpoint: str, incarnation: str, transfer_ids: Sequence[int], timeout_s: float
+    ) -> Future[tuple[int, ...]]:
+        self.heartbeats += 1
+        return self._call(endpoint, lambda target: tuple(target.answer_heartbeat(incarnation, transfer_ids)))
+
+    def cancel(
+        self, endpoint: str, incarnation: str, transfer_id: int, nonce: bytes, timeout_s: float
+    ) -> Future[CancelOutcome]:
+        return self._call(endpoint, lambda target: target.answer_cancel(transfer_id, nonce))
+
+    def close(self) -> None:
+        pass
+
+    def _call(self, endpoint: str, ask: Callable[[ControlTarget], T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            if endpoint not in self.targets:
+                raise TransferError(f"{endpoint}: connection refused")
+            future.set_result(ask(self.targets[endpoint]))
+        except KVFerryError as error:
+            future.set_exception(error)
+        return future
+
+
+@dataclass(slots=True)
+class Load:
+    """A load under test: every result it reported, and a way to wait for the first."""
+
+    results: list[LoadResult] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    load_id: int = 0
+
+    def on_done(self, result: LoadResult) -> None:
+        self.results.append(result)
+        self.done.set()
+
+    def wait(self, timeout_s: float = 10.0) -> LoadResult:
+        assert self.done.wait(timeout_s), "the load never ended"
+        return self.results[0]
+
+
+@dataclass(slots=True)
+class Worker:
+    """One transceiver over a faulty loopback agent, and its only pool."""
+
+    transceiver: PythonTransceiver
+    agent: FaultyAgent
+    pool: KVPool
+
+    @property
+    def endpoint(self) -> str:
+        return self.transceiver.local.endpoint
+
+    def blocks(self, ids: Sequence[int]) -> torch.Tensor:
+        """A copy of the bytes of some blocks: [blocks, slot bytes]."""
+        return self.pool.buffer.view(self.pool.num_blocks, -1)[list(ids)].clone()
+
+    def table(self, ids: Sequence[int]) -> BlockTable:
+        return BlockTable(tuple(ids), tuple(int(self.pool.generations[block]) for block in ids))
+
+    def advertise(self, ids: Sequence[int], stop: int, digest: bytes = DIGEST) -> tuple[bytes, FakeHold]:
+        hold = FakeHold((self.table(ids),))
+        return self.transceiver.advertise(hold, TokenRange(0, stop), digest, hold.release), hold
+
+    def load(self, handle: bytes, ids: Sequence[int], tokens: TokenRange, digest: bytes = DIGEST) -> Load:
+        load = Load()
+        tables = (BlockTable(tuple(ids), ()),)
+        load.load_id = self.transceiver.load(handle, digest, tables, tokens, load.on_done)
+        return load
+
+
+class World:
+    """Workers that can reach each other; all of them are closed at the end."""
+
+    def __init__(self) -> None:
+        self.fabric = LoopbackFabric()
+        self.targets: dict[str, ControlTarget] = {}
+        self.workers: list[Worker] = []
+
+    def worker(
+        self,
+        role: Role,
+        endpoint: str,
+        *,
+        layout: KVLayout = LAYOUT,
+        blocks: int = 32,
+        fingerprint: str = "model",
+        transfer_timeout_s: float = 10.0,
+        lease_s: float = 30.0,
+        max_lease_s: float = 300.0,
+        heartbeat_s: float = 1.0,
+        handshake_timeout_s: float = 5.0,
+        grace_s: float = 5.0,
+    ) -> Worker:
+        times = RuntimeTimes(
+            transfer_timeout_s=transfer_timeout_s,
+            lease_s=lease_s,
+            max_lease_s=max_lease_s,
+            heartbeat_s=heartbeat_s,
+            handshake_timeout_s=handshake_timeout_s,
+            grace_s=grace_s,
+            close_timeout_s=2.0,
+        )
+        incarnation = new_incarnation()
+        agent = FaultyAgent(LoopbackAgent(incarnation, self.fabric))
+        identity = WorkerIdentity(f"{role.value}-{endpoint}", role, incarnation, endpoint, fingerprint, resolution())
+        pool = make_pool(layout, blocks)
+        transceiver = PythonTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
+        self.targets[endpoint] = transceiver
+        self.workers.append(Worker(transceiver, agent, pool))
+        return self.workers[-1]
+
+    def kill(self, worker: Worker) -> None:
+        """As SIGKILL does: no goodbye, nothing answers any more."""
+        self.targets.pop(worker.endpoint, None)
+        self.fabric.agents.pop(worker.transceiver.local.incarnation, None)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.agent.unblock()
+            worker.transceiver.close()
+
+
+def make_pool(layout: KVLayout, blocks: int) -> KVPool:
+    """Random bytes everywhere, so that a copy to or from the wrong place cannot look right."""
+    buffer = torch.randint(0, 256, (blocks * layout.slot_nbytes,), dtype=torch.uint8)
+    shape = (blocks, len(layout.layers), layout.planes, layout.kv_heads, layout.tokens_per_block, layout.head_dim)
+    view = buffer.view(torch.int32).view(shape)  # integers: no NaN, which differs from itself
+    return KVPool(layout, blocks, buffer, view, torch.arange(100, 100 + blocks, dtype=torch.int64))
+
+
+def resolution(manager: str = "V2") -> Resolution:
+    return Resolution(
+        architecture="LlamaForCausalLM",
+        backend="NIXL",
+        runtime="PYTHON",
+        runtime_source=Source.MODEL,
+        manager=manager,
+        manager_source=Source.MODEL,
+        reason="test",
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition never came true"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    return wait_until
+
+
+@pytest.fixture
+def pool_of() -> Callable[[KVLayout, int], KVPool]:
+    return make_pool
+
+
+@pytest.fixture
+def resolved() -> Resolution:
+    return resolution()
+
+
+@pytest.fixture
+def fake_hold() -> type[FakeHold]:
+    return FakeHold

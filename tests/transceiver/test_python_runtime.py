@@ -1,0 +1,490 @@
+"""The whole runtime, both sides in one process, over an agent that can be told to misbehave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.core import BlockTable, Role, TokenRange, TransferError
+from kvferry.transceiver import CancelOutcome, FailureClass, IncompatiblePeerError
+from kvferry.transceiver.base import LoadResult
+from kvferry.transceiver.faulty import Fault, Target
+
+Eventually = Callable[..., None]
+
+
+@pytest.fixture
+def pair(world: Any) -> tuple[Any, Any]:
+    return world.worker(Role.PREFILL, "p:1"), world.worker(Role.DECODE, "d:1")
+
+
+def test_load_moves_every_byte_and_releases_the_source(pair: tuple[Any, Any], eventually: Eventually) -> None:
+    prefill, decode = pair
+    before = decode.blocks(range(32))
+    handle, hold = prefill.advertise([5, 6, 9], 12)
+    load = decode.load(handle, [3, 4, 20], TokenRange(0, 12))
+    result = load.wait()
+    assert result.error is None
+    assert result.nbytes == 12 * prefill.pool.layout.token_nbytes
+    assert result.copies == 2
+    assert torch.equal(decode.blocks([3, 4, 20]), prefill.blocks([5, 6, 9]))
+    untouched = [block for block in range(32) if block not in (3, 4, 20)]
+    assert torch.equal(decode.blocks(untouched), before[untouched])
+    eventually(hold.released.is_set)
+    eventually(lambda: prefill.transceiver.stats().handed_off == 1)
+    assert prefill.transceiver.stats().open_holds == 0
+    assert decode.transceiver.stats().loads == 1
+
+
+def test_only_the_suffix_moves(pair: tuple[Any, Any]) -> None:
+    prefill, decode = pair
+    before = decode.pool.view[[3, 4]].clone()
+    handle, _ = prefill.advertise([5, 6], 7)
+    result = decode.load(handle, [3, 4], TokenRange(2, 7)).wait()
+    assert result.error is None
+    assert result.nbytes == 5 * prefill.pool.layout.token_nbytes
+    source, local = prefill.pool.view, decode.pool.view
+    assert torch.equal(local[3, ..., 2:, :], source[5, ..., 2:, :])
+    assert torch.equal(local[4, ..., :3, :], source[6, ..., :3, :])
+    assert torch.equal(local[3, ..., :2, :], before[0, ..., :2, :])
+    assert torch.equal(local[4, ..., 3:, :], before[1, ..., 3:, :])
+
+
+def test_an_empty_range_moves_nothing_and_releases_the_source(pair: tuple[Any, Any], eventually: Eventually) -> None:
+    prefill, decode = pair
+    before = decode.blocks(range(32))
+    handle, hold = prefill.advertise([5, 6], 7)
+    result = decode.load(handle, [3, 4], TokenRange(7, 7)).wait()
+    assert (result.error, result.nbytes, result.copies) == (None, 0, 0)
+    assert torch.equal(decode.blocks(range(32)), before)
+    eventually(hold.released.is_set)
+
+
+def test_on_done_comes_once_also_when_notifications_are_doubled(pair: tuple[Any, Any], eventually: Eventually) -> None:
+    prefill, decode = pair
+    decode.agent.inject(Fault.DUPLICATE, Target.NOTIFICATION, count=99)
+    decode.agent.inject(Fault.DUPLICATE, count=99)
+    handles = [prefill.advertise([block], 4) for block in range(8)]
+    loads = [decode.load(handle, [block], TokenRange(0, 4)) for block, (handle, _) in enumerate(handles)]
+    assert [load.wait().error for load in loads] == [None] * 8
+    eventually(lambda: all(hold.released.is_set() for _, hold in handles))
+    eventually(lambda: prefill.transceiver.stats().stray_notifications == 8)  # the second DONE of each
+    assert [len(load.results) for load in loads] == [1] * 8
+    assert prefill.transceiver.stats().callback_errors == 0
+
+
+def test_lost_notifications_leave_the_release_to_the_lease(world: Any, eventually: Eventually) -> None:
+    prefill, decode = world.worker(Role.PREFILL, "p:1", lease_s=0.2), world.worker(Role.DECODE, "d:1")
+    decode.agent.inject(Fault.DROP, Target.NOTIFICATION, count=2)
+    handle, hold = prefill.advertise([5], 4)
+    assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
+    eventually(hold.released.is_set)
+    assert prefill.transceiver.stats().expired_leases == 1
+
+
+class TestHandles:
+    def test_malformed(self, pair: tuple[Any, Any]) -> None:
+        _, decode = pair
+        assert "malformed" in decode.load(b"\xff\xff\xff", [1], TokenRange(0, 4)).wait().error
+        assert decode.transceiver.stats().failures == {FailureClass.HANDLE: 1}
+
+    def test_forged(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, hold = prefill.advertise([5], 4)
+        forged = bytearray(handle)
+        forged[-1] ^= 1
+        load = decode.load(bytes(forged), [3], TokenRange(0, 4))
+        assert "not made by the worker it names" in load.wait().error
+        assert not hold.released.is_set()
+        assert prefill.transceiver.withdraw(bytes(forged)) is CancelOutcome.NOT_FOUND
+
+    def test_made_for_another_prompt(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        before = decode.blocks([3])
+        handle, _ = prefill.advertise([5], 4)
+        assert "another prompt" in decode.load(handle, [3], TokenRange(0, 4), b"x" * 32).wait().error
+        assert torch.equal(decode.blocks([3]), before)
+
+    def test_used_twice(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, _ = prefill.advertise([5], 4)
+        assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
+        assert "used already" in decode.load(handle, [7], TokenRange(0, 4)).wait().error
+
+    def test_range_beyond_what_is_covered(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, _ = prefill.advertise([5, 6], 7)
+        assert "covers" in decode.load(handle, [3, 4], TokenRange(0, 8)).wait().error
+
+    def test_of_a_former_life(self, world: Any, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        stale, _ = prefill.advertise([5], 4)
+        fresh, _ = prefill.advertise([6], 4)
+        assert decode.load(fresh, [3], TokenRange(0, 4)).wait().error is None
+        world.kill(prefill)
+        reborn = world.worker(Role.PREFILL, "p:1")
+        assert "not reachable" in decode.load(stale, [3], TokenRange(0, 4)).wait().error
+        assert "restarted" in decode.load(stale, [3], TokenRange(0, 4)).wait().error
+        handle, _ = reborn.advertise([8], 4)
+        assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
+        assert torch.equal(decode.blocks([3]), reborn.blocks([8]))
+        assert decode.transceiver.connect("p:1").incarnation == reborn.transceiver.local.incarnation
+
+    def test_block_outside_the_local_pool(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, hold = prefill.advertise([5], 4)
+        result = decode.load(handle, [32], TokenRange(0, 4)).wait()
+        assert "outside its pool of 32 blocks" in result.error
+        assert decode.transceiver.stats().failures == {FailureClass.PLAN: 1}
+        assert hold.released.wait(5)
+
+
+class TestGenerations:
+    def test_a_reused_block_fails_the_load(self, pair: tuple[Any, Any], eventually: Eventually) -> None:
+        prefill, decode = pair
+        handle, hold = prefill.advertise([5, 6], 8)
+        prefill.pool.generations[6] += 1
+        result = decode.load(handle, [3, 4], TokenRange(0, 8)).wait()
+        assert "1 of 2 source blocks were reused" in result.error
+        assert result.in_doubt is False
+        assert decode.transceiver.stats().failures == {FailureClass.GENERATION: 1}
+        eventually(hold.released.is_set)
+
+    def test_a_reused_block_outside_the_range_does_not_matter(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, _ = prefill.advertise([5, 6], 8)
+        prefill.pool.generations[5] += 1
+        assert decode.load(handle, [3, 4], TokenRange(4, 8)).wait().error is None
+
+    def test_a_block_reused_while_the_data_was_under_way(self, pair: tuple[Any, Any], eventually: Eventually) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.DELAY, delay_s=0.3)
+        handle, _ = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        eventually(lambda: torch.equal(decode.blocks([3]), prefill.blocks([5])))
+        prefill.pool.generations[5] += 1
+        assert "reused" in load.wait().error
+
+    def test_a_corrupted_word_fails_the_load(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.CORRUPT, skip=1)
+        handle, _ = prefill.advertise([5], 4)
+        assert "reused" in decode.load(handle, [3], TokenRange(0, 4)).wait().error
+
+
+class TestLeases:
+    def test_a_hold_nobody_reads_is_released_when_its_lease_ends(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1", lease_s=0.1)
+        handle, hold = prefill.advertise([5], 4)
+        assert hold.released.wait(5)
+        assert prefill.transceiver.stats().expired_leases == 1
+        assert prefill.transceiver.withdraw(handle) is CancelOutcome.ALREADY_COMPLETE
+
+    def test_heartbeats_keep_a_slow_load_alive_past_the_lease(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1", lease_s=0.3)
+        decode = world.worker(Role.DECODE, "d:1", heartbeat_s=0.05)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.DELAY, delay_s=1.0)
+        handle, hold = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        assert load.wait().error is None
+        assert prefill.transceiver.stats().expired_leases == 0
+        assert hold.released.wait(5)
+
+    def test_the_hard_cap_ends_what_heartbeats_would_extend_for_ever(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1", lease_s=0.3, max_lease_s=0.5)
+        decode = world.worker(Role.DECODE, "d:1", heartbeat_s=0.05)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.DELAY, delay_s=2.0)
+        handle, hold = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        assert hold.released.wait(5)
+        assert "no longer holds" in load.wait().error
+        assert decode.transceiver.stats().failures == {FailureClass.LEASE: 1}
+
+
+class TestCancel:
+    def test_unknown_and_finished(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        assert decode.transceiver.cancel_load(77) is CancelOutcome.NOT_FOUND
+        handle, _ = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        load.wait()
+        assert decode.transceiver.cancel_load(load.load_id) is CancelOutcome.ALREADY_COMPLETE
+        assert len(load.results) == 1
+
+    def test_in_flight_reports_when_the_bytes_have_stopped(self, pair: tuple[Any, Any], eventually: Eventually) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.DELAY, delay_s=0.3)
+        handle, hold = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        eventually(lambda: torch.equal(decode.blocks([3]), prefill.blocks([5])))
+        assert decode.transceiver.cancel_load(load.load_id) is CancelOutcome.IN_FLIGHT
+        assert not load.done.is_set()
+        result = load.wait()
+        assert (result.error, result.in_doubt) == ("cancelled", False)
+        assert decode.transceiver.stats().failures == {FailureClass.CANCELLED: 1}
+        eventually(hold.released.is_set)
+
+    def test_before_anything_moved(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLOCK)
+        first, _ = prefill.advertise([5], 4)
+        second, _ = prefill.advertise([6], 4)
+        blocking = decode.load(first, [3], TokenRange(0, 4))
+        waiting = decode.load(second, [4], TokenRange(0, 4))
+        assert decode.transceiver.cancel_load(waiting.load_id) is CancelOutcome.CANCELLED_BEFORE_ADVERTISE
+        before = decode.blocks([4])
+        decode.agent.unblock()
+        assert waiting.wait().error == "cancelled"
+        assert blocking.wait().error is None
+        assert torch.equal(decode.blocks([4]), before)
+
+    def test_withdraw(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, hold = prefill.advertise([5], 4)
+        assert prefill.transceiver.withdraw(handle) is CancelOutcome.IN_FLIGHT
+        assert hold.released.is_set()
+        assert prefill.transceiver.withdraw(handle) is CancelOutcome.ALREADY_COMPLETE
+        assert prefill.transceiver.withdraw(b"nonsense") is CancelOutcome.NOT_FOUND
+        assert decode.transceiver.withdraw(handle) is CancelOutcome.NOT_FOUND
+
+
+class TestFaults:
+    def test_a_black_hole_times_out_is_fenced_and_never_lands(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1")
+        decode = world.worker(Role.DECODE, "d:1", transfer_timeout_s=0.3)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLACK_HOLE)
+        before = decode.blocks([3])
+        lost, hold = prefill.advertise([5], 4)
+        result = decode.load(lost, [3], TokenRange(0, 4)).wait()
+        assert "did not finish in time" in result.error
+        assert result.in_doubt is False  # fenced before it was reported
+        assert decode.transceiver.stats().failures == {FailureClass.TIMEOUT: 1}
+        assert decode.transceiver.stats().fences == 1
+        assert decode.agent.land_late_writes() == 0
+        assert torch.equal(decode.blocks([3]), before)
+        assert hold.released.wait(5)  # told over the control channel, the data path being cut
+        handle, _ = prefill.advertise([6], 4)
+        assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
+        assert torch.equal(decode.blocks([3]), prefill.blocks([6]))
+
+    def test_a_fence_that_fails_leaves_the_load_in_doubt_until_one_succeeds(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1")
+        decode = world.worker(Role.DECODE, "d:1", transfer_timeout_s=0.3)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLACK_HOLE)
+        decode.agent.fail_fences(1)
+        handle, _ = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        result = load.wait()
+        assert (result.in_doubt, decode.transceiver.stats().in_doubt) == (True, 1)
+        quiet = threading.Event()
+        decode.transceiver.when_quiet(load.load_id, quiet.set)
+        assert not quiet.is_set()
+        assert quiet.wait(5)
+        assert decode.transceiver.stats().in_doubt == 0
+        assert decode.agent.land_late_writes() == 0
+        again = threading.Event()
+        decode.transceiver.when_quiet(load.load_id, again.set)
+        assert again.is_set()
+        assert len(load.results) == 1
+
+    def test_a_submit_that_never_returns_is_reported_in_doubt_in_time(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1")
+        decode = world.worker(Role.DECODE, "d:1", transfer_timeout_s=0.2, grace_s=0.1)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLOCK)
+        handle, _ = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        result = load.wait(5)
+        assert result.in_doubt is True
+        quiet = threading.Event()
+        decode.transceiver.when_quiet(load.load_id, quiet.set)
+        assert not quiet.is_set()
+        decode.agent.unblock()
+        assert quiet.wait(5)
+        assert len(load.results) == 1
+
+    def test_loads_beside_a_black_hole_go_on(self, world: Any) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1")
+        decode = world.worker(Role.DECODE, "d:1", transfer_timeout_s=1.5)
+        decode.transceiver.connect("p:1")
+        handles = [prefill.advertise([block], 4)[0] for block in range(4)]
+        decode.agent.inject(Fault.BLACK_HOLE)
+        lost = decode.load(handles[0], [10], TokenRange(0, 4))
+        others = [decode.load(handle, [11 + n], TokenRange(0, 4)) for n, handle in enumerate(handles[1:])]
+        assert [load.wait(1.2).error for load in others] == [None] * 3
+        assert not lost.done.is_set()
+        assert lost.wait().error is not None
+
+    def test_an_operation_taken_along_by_a_fence_starts_over(self, world: Any, eventually: Eventually) -> None:
+        prefill = world.worker(Role.PREFILL, "p:1")
+        decode = world.worker(Role.DECODE, "d:1", transfer_timeout_s=1.0)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLACK_HOLE, count=1)
+        first, _ = prefill.advertise([1], 4)
+        second, _ = prefill.advertise([2], 4)
+        lost = decode.load(first, [10], TokenRange(0, 4))
+        eventually(lambda: not lost.done.is_set() and prefill.transceiver.stats().open_holds == 2)
+        threading.Event().wait(0.5)
+        decode.agent.inject(Fault.BLACK_HOLE, count=1)
+        innocent = decode.load(second, [11], TokenRange(0, 4))
+        assert lost.wait().error is not None
+        assert innocent.wait().error is None
+        assert torch.equal(decode.blocks([11]), prefill.blocks([2]))
+
+    def test_an_error_of_the_backend_ends_the_load_after_a_fence(self, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.DROP)
+        handle, _ = prefill.advertise([5], 4)
+        result = decode.load(handle, [3], TokenRange(0, 4)).wait()
+        assert "fails on command" in result.error
+        assert (result.in_doubt, decode.transceiver.stats().fences) == (False, 1)
+        assert decode.transceiver.stats().failures == {FailureClass.BACKEND: 1}
+
+    def test_fifty_black_holes_at_once(self, world: Any) -> None:
+        """The first to time out has the others fenced along; those start over, and none of them is in doubt."""
+        prefill = world.worker(Role.PREFILL, "p:1", blocks=64)
+        decode = world.worker(Role.DECODE, "d:1", blocks=64, transfer_timeout_s=0.5)
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLACK_HOLE, count=50)
+        handles = [prefill.advertise([block], 4) for block in range(50)]
+        loads = [decode.load(handle, [block], TokenRange(0, 4)) for block, (handle, _) in enumerate(handles)]
+        results = [load.wait() for load in loads]
+        assert results[0].error is not None
+        assert not any(result.in_doubt for result in results)
+        arrived = [block for block, result in enumerate(results) if result.error is None]
+        assert torch.equal(decode.blocks(arrived), prefill.blocks(arrived))
+        assert decode.agent.land_late_writes() == 0
+        assert all(hold.released.wait(5) for _, hold in handles)
+        handle, _ = prefill.advertise([60], 4)
+        assert decode.load(handle, [60], TokenRange(0, 4)).wait().error is None
+
+    def test_a_dead_source_ends_the_load(self, world: Any, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        handle, _ = prefill.advertise([5], 4)
+        world.kill(prefill)
+        assert "connection refused" in decode.load(handle, [3], TokenRange(0, 4)).wait().error
+        assert decode.transceiver.stats().failures == {FailureClass.PEER: 1}
+
+    def test_a_source_that_dies_after_first_contact(self, world: Any, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        handle, _ = prefill.advertise([5], 4)
+        world.kill(prefill)
+        result = decode.load(handle, [3], TokenRange(0, 4)).wait()
+        assert "not reachable" in result.error
+
+    def test_a_source_that_dies_between_begin_and_data(self, world: Any, pair: tuple[Any, Any]) -> None:
+        prefill, decode = pair
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLOCK)
+        handle, _ = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        world.kill(prefill)
+        decode.agent.unblock()
+        assert load.wait().error is not None
+
+
+class TestConnect:
+    def test_names_what_does_not_fit(self, world: Any) -> None:
+        world.worker(Role.PREFILL, "p:1", fingerprint="other")
+        decode = world.worker(Role.DECODE, "d:1")
+        with pytest.raises(IncompatiblePeerError, match="model_fingerprint is"):
+            decode.transceiver.connect("p:1")
+
+    def test_unreachable(self, world: Any) -> None:
+        decode = world.worker(Role.DECODE, "d:1")
+        with pytest.raises(TransferError, match="nobody:1"):
+            decode.transceiver.connect("nobody:1")
+
+    def test_first_contact_that_hears_nothing_ends_in_time(self, world: Any) -> None:
+        world.worker(Role.PREFILL, "p:1")
+        decode = world.worker(Role.DECODE, "d:1", handshake_timeout_s=0.3)
+        decode.agent.inject(Fault.BLACK_HOLE)
+        with pytest.raises(TransferError):
+            decode.transceiver.connect("p:1")
+        assert decode.transceiver.connect("p:1").worker == "prefill-p:1"
+
+    def test_does_not_send_its_own_key(self, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        prefill, decode = world.worker(Role.PREFILL, "p:1"), world.worker(Role.DECODE, "d:1")
+        seen = []
+        answer = prefill.transceiver.answer_handshake
+        monkeypatch.setattr(prefill.transceiver, "answer_handshake", lambda rank: (seen.append(rank), answer(rank))[1])
+        decode.transceiver.connect("p:1")
+        assert [rank.handle_key for rank in seen] == [b""]
+
+
+class TestClose:
+    def test_releases_holds_ends_loads_and_refuses_new_ones(self, world: Any, eventually: Eventually) -> None:
+        prefill, decode = world.worker(Role.PREFILL, "p:1"), world.worker(Role.DECODE, "d:1")
+        decode.transceiver.connect("p:1")
+        decode.agent.inject(Fault.BLACK_HOLE)
+        handle, hold = prefill.advertise([5], 4)
+        load = decode.load(handle, [3], TokenRange(0, 4))
+        eventually(lambda: decode.transceiver.stats().open_loads == 1)
+        decode.transceiver.close()
+        result = load.wait()
+        assert (result.error, result.in_doubt) == ("the transceiver was closed", False)
+        assert decode.agent.land_late_writes() == 0
+        prefill.transceiver.close()
+        assert hold.released.is_set()
+        with pytest.raises(TransferError, match="closed"):
+            prefill.advertise([5], 4)
+        with pytest.raises(TransferError, match="closed"):
+            decode.load(handle, [3], TokenRange(0, 4))
+
+    def test_a_callback_that_raises_harms_nobody(self, pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+        prefill, decode = pair
+
+        def broken(_: LoadResult) -> None:
+            raise RuntimeError("broken callback")
+
+        first, _ = prefill.advertise([5], 4)
+        second, _ = prefill.advertise([6], 4)
+        decode.transceiver.load(first, b"d" * 32, (BlockTable((3,), ()),), TokenRange(0, 4), broken)
+        assert decode.load(second, [4], TokenRange(0, 4)).wait().error is None
+        assert decode.transceiver.stats().callback_errors == 1
+        assert "broken callback" in caplog.text
+
+
+def test_different_block_sizes(world: Any) -> None:
+    prefill = world.worker(Role.PREFILL, "p:1")
+    decode = world.worker(Role.DECODE, "d:1", layout=replace(prefill.pool.layout, tokens_per_block=8), blocks=16)
+    handle, _ = prefill.advertise([5, 9, 2], 11)
+    result = decode.load(handle, [3, 7], TokenRange(1, 11)).wait()
+    assert result.error is None
+    assert result.nbytes == 10 * prefill.pool.layout.token_nbytes
+    source = torch.cat([prefill.pool.view[block] for block in (5, 9, 2)], dim=-2)
+    local = torch.cat([decode.pool.view[block] for block in (3, 7)], dim=-2)
+    assert torch.equal(local[..., 1:11, :], source[..., 1:11, :])
+
+
+def test_many_loads_from_many_threads(world: Any, eventually: Eventually) -> None:
+    prefill, decode = world.worker(Role.PREFILL, "p:1", blocks=64), world.worker(Role.DECODE, "d:1", blocks=64)
+    handles = [prefill.advertise([block], 4) for block in range(64)]
+    loads: list[Any] = []
+
+    def load(block: int) -> None:
+        loads.append(decode.load(handles[block][0], [63 - block], TokenRange(0, 4)))
+
+    threads = [threading.Thread(target=load, args=(block,)) for block in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [load.wait().error for load in loads] == [None] * 64
+    assert torch.equal(decode.blocks(range(63, -1, -1)), prefill.blocks(range(64)))
+    eventually(lambda: prefill.transceiver.stats().open_holds == 0)
