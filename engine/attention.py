@@ -203,12 +203,14 @@ class _DecodeBatch:
     def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
         self.rows = _rows([span.row for span in spans], pool.view.device)
         self._gather = _Gather(pool, spans)
-        self._mask = self._gather.valid.view(len(spans), 1, 1, -1)
+        self._mask = _additive(self._gather.valid.view(len(spans), 1, 1, -1))
 
     def attend(self, index: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         k, v = self._gather.read(index, q.dtype)
         grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
-        return scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask, scale=scale).reshape(q.shape)
+        return scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask.to(q.dtype), scale=scale).reshape(
+            q.shape
+        )
 
 
 class _LongChunk:
@@ -223,9 +225,8 @@ class _LongChunk:
         if self._gather is not None or (window is not None and window < span.length):
             keys = torch.arange(span.length, device=device) if self._gather is None else self._gather.positions
             queries = torch.arange(span.start - span.origin, span.stop - span.origin, device=device).view(-1, 1)
-            self._mask = keys <= queries
-            if window is not None:
-                self._mask &= keys > queries - window
+            allowed = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+            self._mask = _additive(allowed)
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         if self._gather is None:
@@ -241,6 +242,11 @@ class _LongChunk:
             grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale
         )
         return mixed.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _additive(allowed: torch.Tensor) -> torch.Tensor:
+    """0 where attention is allowed, -inf elsewhere; given as booleans it would be converted again by every layer."""
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
 def _rows(rows: list[int], device: torch.device) -> slice | torch.Tensor:

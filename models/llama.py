@@ -66,9 +66,7 @@ class LlamaConfig:
             )
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
-            raise CheckpointError(
-                f"config.json: hidden_act {activation!r} is not supported, silu is", field="hidden_act"
-            )
+            raise CheckpointError(f"config.json: hidden_act is {activation!r}; known: silu", field="hidden_act")
         heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
         kv_heads = _count(config, "num_key_value_heads", heads)
         if heads % kv_heads:

@@ -59,6 +59,7 @@ class Reference:
     def load(self, model_dir: Path) -> Any:
         from transformers import AutoModelForCausalLM
 
+        model_dir = model_dir.resolve()
         if model_dir not in self._models:
             model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
             self._models[model_dir] = model.eval()
@@ -73,13 +74,14 @@ class Reference:
     @torch.inference_mode()
     def greedy(self, model: Any, prompt_ids: Sequence[int], max_tokens: int, eos_ids: Sequence[int] = ()) -> list[int]:
         """Up to max_tokens greedy tokens; stops after one of eos_ids (none: never)."""
+        from transformers import DynamicCache
+
         output: list[int] = []
-        step, cache = torch.tensor([list(prompt_ids)]), None
+        step, cache = torch.tensor([list(prompt_ids)]), DynamicCache()
         while len(output) < max_tokens and not (output and output[-1] in eos_ids):
-            result = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, token = result.past_key_values, int(result.logits[0, -1].argmax())
-            output.append(token)
-            step = torch.tensor([[token]])
+            logits = model(input_ids=step, cache=cache, use_cache=True, logits_to_keep=1).logits
+            output.append(int(logits[0, -1].argmax()))
+            step = torch.tensor([output[-1:]])
         return output
 
 
