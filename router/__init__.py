@@ -1,1 +1,18 @@
-"""TODO"""
+"""The router: front ends, worker pool, policies, and the driver of each request. No torch, no Ray."""
+
+from kvferry.router.facts import WorkerFacts, WorkerState
+from kvferry.router.policies import POLICIES, Policy, RoutingQuery, WorkerLoad
+from kvferry.router.server import serve_router
+from kvferry.router.settings import RouterAddresses, RouterSettings
+
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "RouterAddresses",
+    "RouterSettings",
+    "RoutingQuery",
+    "WorkerFacts",
+    "WorkerLoad",
+    "WorkerState",
+    "serve_router",
+]

@@ -62,8 +62,9 @@ class Gate:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = None
         try:
-            # shield: a place granted in the same moment must be seen below, not lost.
-            await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
+            # Not wait_for: it swallows a cancellation that arrives in the moment the place is granted.
+            async with asyncio.timeout(timeout_s):
+                await waiter
         except TimeoutError:
             self._withdraw(waiter)
             raise self._overloaded(f"no place in {self._name} became free within {timeout_s:.1f} s") from None
@@ -72,11 +73,11 @@ class Gate:
             raise
 
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
-        if self._waiting.pop(waiter, self) is self:  # not waiting any more: it was let in
+        if waiter in self._waiting:
+            del self._waiting[waiter]
+        else:  # it was let in at the same moment
             self.running -= 1
             self.admit()
-        else:
-            waiter.cancel()
 
     def _overloaded(self, what: str) -> OverloadedError:
         ahead = (self.queued + 1) / max(1, self._limit())

@@ -41,4 +41,7 @@ async def failures_answered(context: Context, request_id: str) -> AsyncIterator[
     except grpc.aio.AbortError:
         raise
     except Exception as error:
+        if context.done():  # the client is gone: there is nobody to tell
+            logger.debug("request %s: %r after its call was over", request_id, error)
+            return
         await abort(context, public_error(error, request_id), request_id)

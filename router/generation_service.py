@@ -32,7 +32,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                     _append(whole, _response(job, update))
         return whole
 
-    async def GenerateStream(  # noqa: N802 - the name of the RPC
+    async def GenerateStream(  # type: ignore[override]  # noqa: N802 - as above; a handler that writes by itself
         self, wire: generation_pb2.GenerateRequest, context: Context
     ) -> None:
         """Waits for a slow client at `write`; its worker is then held back by flow control, and nobody else."""

@@ -71,7 +71,7 @@ class Placement:
                     f"no worker can {purpose}, and none came within {self._wait_s:g} s (router.worker_wait_s): "
                     f"{self._why()}"
                 )
-            await self._pool.changed(left_s)
+            await self._pool.changed(self._pool.version, left_s)
         return lease
 
     def _why(self) -> str:

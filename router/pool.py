@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry.core import Lifecycle, NotFoundError, Role, UnavailableError
@@ -114,6 +115,7 @@ class WorkerPool:
         self._change = asyncio.Event()
         self._last_sweep = clock()
         self.topology = Topology()
+        self.version = 0  # counts changes of the topology and of the prefill peers
 
     # -- what workers tell ------------------------------------------------------------------------------
 
@@ -210,14 +212,12 @@ class WorkerPool:
         """Prefill workers that decode workers should be in contact with."""
         return [member.facts for member in self.members() if self._expects_work(member)]
 
-    async def changed(self, timeout_s: float) -> bool:
-        """Waits for the next change of the topology or of the prefill peers; False when none came in time."""
-        change = self._change
-        try:
-            await asyncio.wait_for(change.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+    async def changed(self, version: int, timeout_s: float) -> None:
+        """Waits, at most `timeout_s`, until the pool is not at `version` any more."""
+        if version == self.version:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._change.wait()
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -256,6 +256,7 @@ class WorkerPool:
 
     def _rebuild(self) -> None:
         self.topology = build_topology([member.facts for member in self._ready()])
+        self.version += 1
         self._change.set()
         self._change = asyncio.Event()
 

@@ -21,8 +21,13 @@ _VIEW_WAIT_S = 60.0
 class PoolService(worker_pb2_grpc.PoolServicer):
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
+        self._closing = asyncio.Event()
 
-    async def Join(  # noqa: N802 - the name of the RPC
+    def close(self) -> None:
+        """Ends all memberships, so that stopping the server does not wait for them."""
+        self._closing.set()
+
+    async def Join(  # type: ignore[override]  # noqa: N802 - the name of the RPC; a handler that writes by itself
         self, reports: AsyncIterator[worker_pb2.WorkerReport], context: Context
     ) -> None:
         """Lives as long as the worker's membership; ends with UNAVAILABLE when the router takes it for lost."""
@@ -34,10 +39,11 @@ class PoolService(worker_pb2_grpc.PoolServicer):
                 if first is None:
                     return
                 session = self._pool.join(facts_from_wire(first))
-                gone = asyncio.create_task(_gone(session))
+                gone = asyncio.create_task(_happened(session.member.gone))
                 tasks = [
                     asyncio.create_task(self._read(session, reports)),
                     asyncio.create_task(self._write(context)),
+                    asyncio.create_task(_happened(self._closing)),
                     gone,
                 ]
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -49,6 +55,7 @@ class PoolService(worker_pb2_grpc.PoolServicer):
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # a broken stream fails both directions
             if session is not None:
                 self._pool.leave(session, "its membership stream ended")
 
@@ -60,6 +67,7 @@ class PoolService(worker_pb2_grpc.PoolServicer):
         """Sends the prefill workers there are, at first and whenever they change."""
         sent: worker_pb2.PoolView | None = None
         while True:
+            version = self._pool.version
             peers = [
                 worker_pb2.Peer(worker=facts.name, endpoint=facts.endpoint, incarnation=facts.incarnation)
                 for facts in self._pool.prefill_peers()
@@ -68,11 +76,11 @@ class PoolService(worker_pb2_grpc.PoolServicer):
             if view != sent:
                 await context.write(view)
                 sent = view
-            await self._pool.changed(_VIEW_WAIT_S)
+            await self._pool.changed(version, _VIEW_WAIT_S)
 
 
-async def _gone(session: Session) -> None:
-    await session.member.gone.wait()
+async def _happened(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def facts_from_wire(report: worker_pb2.WorkerReport) -> WorkerFacts:

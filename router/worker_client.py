@@ -150,7 +150,8 @@ class DecodeCall:
     async def _read_trailer(self) -> None:
         """Lets the call end by itself, so that the worker does not take a finished request for a cancelled one."""
         try:
-            await asyncio.wait_for(self._call.code(), _TRAILER_TIMEOUT_S)
+            async with asyncio.timeout(_TRAILER_TIMEOUT_S):
+                await self._call.code()
         except TimeoutError:
             self._call.cancel()
 
