@@ -6,12 +6,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvferry.cluster.config import ClusterConfig
+from kvferry.cluster.log_setup import set_aside_logs
 from kvferry.cluster.processes import cluster_processes, free_port
 from kvferry.cluster.ray_head import RayHead, start_ray_head, stop_ray_head
 from kvferry.cluster.roles import (
@@ -100,7 +101,7 @@ def launch(blueprint: Blueprint, say: Say) -> RunningCluster:
     config, state_dir = blueprint.config, Path(blueprint.config.state_dir)
     deadline = time.monotonic() + config.ready_timeout_s
     logs = log_dir(state_dir)
-    logs.mkdir(parents=True, exist_ok=True)
+    set_aside_logs(logs)
     head = _start_head(blueprint, say)
     state = _first_state(blueprint, head)
     write_state(state_dir, state)
@@ -217,14 +218,3 @@ def _wait_ready(endpoint: str, names: list[str], deadline: float) -> None:
                 problem = admin.not_ready(names)
             if problem is not None:
                 time.sleep(0.1)
-
-
-@contextlib.contextmanager
-def working_directory(path: Path) -> Iterator[None]:
-    """Ray hands the driver's working directory to its workers' import path: it must not be the repository."""
-    before = Path.cwd()
-    os.chdir(path)
-    try:
-        yield
-    finally:
-        os.chdir(before)

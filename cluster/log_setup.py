@@ -24,6 +24,13 @@ def log_path(log_dir: Path, name: str) -> Path:
     return log_dir / f"{name}.log"
 
 
+def set_aside_logs(log_dir: Path) -> None:
+    """Before a cluster starts: logs of the one before become NAME.log.old."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for path in log_dir.glob("*.log"):
+        path.replace(path.with_suffix(".log.old"))
+
+
 def log_to_file(name: str, log_dir: Path, level: str) -> Path:
     """Sends this process's log, stdout and stderr to the file, also what native code prints as it dies."""
     log_dir.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import ray
 
@@ -18,7 +19,7 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._host = ServerHost(ActorLog(spec.name, spec.log_dir, spec.log_level))
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if _started_again():
             self._host.restart(self._build)
 
     def start(self, timeout_s: float) -> Report:
@@ -54,7 +55,7 @@ class RouterActor:
     def __init__(self, settings: RouterSettings, log: ActorLog) -> None:
         self._settings = settings
         self._host = ServerHost(log)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if _started_again():
             self._host.restart(self._build)
 
     def start(self, timeout_s: float) -> Report:
@@ -70,3 +71,10 @@ class RouterActor:
             await serve_router(self._settings, report)
 
         return serve
+
+
+def _started_again() -> bool:
+    """Whether Ray made this actor anew after its process died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own code behind this property uses a deprecated one
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
