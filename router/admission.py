@@ -73,9 +73,8 @@ class Gate:
             raise
 
     def _withdraw(self, waiter: asyncio.Future[None]) -> None:
-        if waiter in self._waiting:
-            del self._waiting[waiter]
-        else:  # it was let in at the same moment
+        self._waiting.pop(waiter, None)
+        if waiter.done() and not waiter.cancelled():  # it was let in at the same moment
             self.running -= 1
             self.admit()
 

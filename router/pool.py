@@ -140,6 +140,7 @@ class WorkerPool:
         member.session += 1
         self._update(member, facts)
         self._forget_oldest_lost()
+        self._rebuild()
         return Session(member, member.session)
 
     def report(self, session: Session, facts: WorkerFacts) -> None:
@@ -228,7 +229,7 @@ class WorkerPool:
         if member.lifecycle.can(facts.reported):
             member.lifecycle.to(facts.reported)
             member.reason = facts.reason
-        if before != (member.state, _routing_key(facts)) or member.session == 1:
+        if before != (member.state, _routing_key(facts)):
             if before[0] is not member.state:
                 logger.info(
                     "worker %s is %s%s", facts.name, member.state.value, f": {facts.reason}" * bool(facts.reason)

@@ -166,11 +166,11 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
 
     # -- the services -----------------------------------------------------------------------------------
 
-    async def Release(self, wire: worker_pb2.ReleaseRequest, context: grpc.aio.ServicerContext) -> Any:
+    async def Release(self, wire: worker_pb2.ReleaseRequest, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         self.released.append(wire.handle)
         return worker_pb2.ReleaseReply(found=True)
 
-    async def Drain(self, wire: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def Drain(self, wire: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         self.state = "draining"
         return self.report().status
 
@@ -183,7 +183,7 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
 
 
 class FakePrefill(FakeWorker):
-    async def Run(self, wire: worker_pb2.WorkerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PrefillReply:
+    async def Run(self, wire: worker_pb2.WorkerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PrefillReply:  # noqa: N802
         request = codec.request_from_wire(wire)
         self.requests.append(request)
         position = len(request.output_token_ids)
@@ -211,7 +211,7 @@ class FakePrefill(FakeWorker):
 class FakeDecode(FakeWorker):
     """Also the aggregated worker: without a handle it computes the prompt itself."""
 
-    async def Run(
+    async def Run(  # noqa: N802
         self, wire: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.DecodeReply]:
         request = codec.request_from_wire(wire.request)
