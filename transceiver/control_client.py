@@ -18,11 +18,22 @@ from kvferry.transceiver.handshake import IncompatiblePeerError
 
 T = TypeVar("T")
 
+# A restarted worker must be found within a second, not when gRPC's default back-off of up to two minutes ends.
+_RECONNECT = (
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def dial_insecure(endpoint: str) -> grpc.Channel:
+    return grpc.insecure_channel(endpoint, options=_RECONNECT)
+
 
 class GrpcControlClient(ControlClient):
     """One channel per endpoint, opened on first use. gRPC reconnects by itself when a worker returns."""
 
-    def __init__(self, dial: Callable[[str], grpc.Channel] = grpc.insecure_channel) -> None:
+    def __init__(self, dial: Callable[[str], grpc.Channel] = dial_insecure) -> None:
         self._dial = dial
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}

@@ -1,0 +1,247 @@
+"""KV between two real processes over NIXL, and what happens when one of them dies, stops or comes back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Source, TokenRange, TransferError
+from kvferry.kvcache import BlockHold, KVPool
+from kvferry.transceiver import LoadResult, Transceiver, create_transceiver
+
+LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
+RESOLUTION = Resolution("LlamaForCausalLM", "NIXL", "PYTHON", Source.MODEL, "V2", Source.MODEL, "test")
+DIGEST = bytes(range(32))
+BLOCKS = 64
+
+
+class SourceProcess:
+    """The other process. Every answer is waited for with a bound by pytest's own timeout."""
+
+    def __init__(self, incarnation: str, port: int = 0, blocks: int = BLOCKS, lease_s: float = 30.0) -> None:
+        script = Path(__file__).with_name("source_process.py")
+        arguments = [incarnation, str(port), str(blocks), str(lease_s)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.port: int = self._read()["port"]
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def advertise(self, ids: list[int], stop: int) -> bytes:
+        return bytes.fromhex(self.ask("advertise", ids=ids, stop=stop, digest=DIGEST.hex())["handle"])
+
+    def bytes_of(self, ids: list[int]) -> bytes:
+        return bytes.fromhex(self.ask("bytes", ids=ids)["bytes"])
+
+    def wait_for(self, **wanted: int) -> None:
+        deadline_s = time.monotonic() + 10
+        while (stats := self.ask("stats")) != {**stats, **wanted}:
+            assert time.monotonic() < deadline_s, f"{stats} never became {wanted}"
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):  # UCX may print warnings of its own
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise AssertionError("the source process ended")
+
+
+class Destination:
+    """This process's side."""
+
+    def __init__(self, transfer_timeout_ms: int = 10_000, blocks: int = BLOCKS) -> None:
+        words = torch.zeros(blocks * LAYOUT.slot_nbytes // 4, dtype=torch.int32)
+        generations = torch.zeros(blocks, dtype=torch.int64)
+        self.pool = KVPool(LAYOUT, blocks, words.view(torch.uint8), words, generations)
+        self.transceiver: Transceiver = create_transceiver(
+            resolution=RESOLUTION,
+            worker="decode-0",
+            role=Role.DECODE,
+            incarnation="decode-life-1",
+            model_fingerprint="model",
+            pools=[self.pool],
+            endpoint="127.0.0.1:1",
+            transfer_timeout_ms=transfer_timeout_ms,
+        )
+
+    def start(self, handle: bytes, ids: list[int], tokens: TokenRange) -> tuple[threading.Event, list[LoadResult]]:
+        done, results = threading.Event(), []
+
+        def on_done(result: LoadResult) -> None:
+            results.append(result)
+            done.set()
+
+        self.transceiver.load(handle, DIGEST, [BlockTable(tuple(ids), ())], tokens, on_done)
+        return done, results
+
+    def load(self, handle: bytes, ids: list[int], tokens: TokenRange) -> LoadResult:
+        done, results = self.start(handle, ids, tokens)
+        assert done.wait(30), "the load never ended"
+        return results[0]
+
+    def bytes_of(self, ids: list[int]) -> bytes:
+        rows: bytes = self.pool.buffer.view(self.pool.num_blocks, -1)[ids].numpy().tobytes()
+        return rows
+
+
+@pytest.fixture
+def source() -> Iterator[SourceProcess]:
+    process = SourceProcess("prefill-life-1")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def destination() -> Iterator[Destination]:
+    made = Destination()
+    yield made
+    made.transceiver.close()
+
+
+def test_every_byte_arrives(source: SourceProcess, destination: Destination) -> None:
+    destination.transceiver.connect(source.endpoint)
+    ids, local = [3, 4, 5, 17, 9], [40, 41, 42, 2, 63]
+    result = destination.load(source.advertise(ids, 80), local, TokenRange(0, 80))
+    assert result.error is None
+    assert (result.nbytes, result.copies) == (80 * LAYOUT.token_nbytes, 3)
+    assert destination.bytes_of(local) == source.bytes_of(ids)
+    rest = [block for block in range(BLOCKS) if block not in local]
+    assert not any(destination.bytes_of(rest))
+    source.wait_for(open_holds=0, handed_off=1)
+
+
+def test_first_contact_on_the_first_load_and_a_partial_block(source: SourceProcess, destination: Destination) -> None:
+    result = destination.load(source.advertise([8, 9], 21), [0, 1], TokenRange(0, 21))
+    assert (result.error, result.nbytes) == (None, 21 * LAYOUT.token_nbytes)
+    assert destination.bytes_of([0]) == source.bytes_of([8])
+
+
+def test_a_block_overwritten_at_the_source(source: SourceProcess, destination: Destination) -> None:
+    handle = source.advertise([3, 4], 32)
+    source.ask("overwrite", id=4)
+    error = destination.load(handle, [0, 1], TokenRange(0, 32)).error
+    assert error is not None
+    assert "reused" in error
+    source.wait_for(open_holds=0)
+
+
+def test_killed_before_the_load(source: SourceProcess, destination: Destination) -> None:
+    destination.transceiver.connect(source.endpoint)
+    handle = source.advertise([3], 16)
+    source.signal(signal.SIGKILL)
+    source.process.wait(10)
+    result = destination.load(handle, [0], TokenRange(0, 16))
+    assert result.error is not None
+    assert result.in_doubt is False
+
+
+def test_killed_during_the_load() -> None:
+    blocks = 8192  # 134 MB: long enough to be hit, and if it is not, every byte must be there
+    source, destination = SourceProcess("prefill-life-1", blocks=blocks), Destination(blocks=blocks)
+    try:
+        destination.transceiver.connect(source.endpoint)
+        handle = source.advertise(list(range(blocks)), blocks * 16)
+        reference = source.bytes_of([0, blocks - 1])
+        done, results = destination.start(handle, list(range(blocks)), TokenRange(0, blocks * 16))
+        source.signal(signal.SIGKILL)
+        assert done.wait(30)
+        assert results[0].in_doubt is False
+        assert results[0].error is not None or destination.bytes_of([0, blocks - 1]) == reference
+    finally:
+        source.close()
+        destination.transceiver.close()
+
+
+def test_restarted_on_the_same_port(source: SourceProcess, destination: Destination) -> None:
+    stale = source.advertise([3], 16)
+    assert destination.load(source.advertise([4], 16), [0], TokenRange(0, 16)).error is None
+    source.close()
+    reborn = SourceProcess("prefill-life-2", port=source.port)
+    try:
+        assert destination.load(stale, [1], TokenRange(0, 16)).error is not None
+        deadline_s = time.monotonic() + 10
+        while True:  # gRPC backs off before it dials a port again that refused it
+            try:
+                assert destination.transceiver.connect(reborn.endpoint).incarnation == "prefill-life-2"
+                break
+            except TransferError:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+        assert destination.load(reborn.advertise([5], 16), [1], TokenRange(0, 16)).error is None
+        assert destination.bytes_of([1]) == reborn.bytes_of([5])
+        error = destination.load(stale, [2], TokenRange(0, 16)).error
+        assert error is not None
+        assert "restarted" in error
+    finally:
+        reborn.close()
+
+
+def test_a_stopped_source_over_tcp_never_writes_late(
+    monkeypatch: pytest.MonkeyPatch, fake_hold: Callable[..., BlockHold]
+) -> None:
+    """Over tcp a stopped peer keeps an operation in progress for ever, and its bytes would land when it goes on."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    source, destination = SourceProcess("prefill-life-1"), Destination(transfer_timeout_ms=1000)
+    try:
+        destination.transceiver.connect(source.endpoint)
+        ids = list(range(BLOCKS))
+        handle = source.advertise(ids, BLOCKS * 16)
+        source.signal(signal.SIGSTOP)
+        result = destination.load(handle, ids, TokenRange(0, BLOCKS * 16))
+        assert result.error is not None
+        assert result.in_doubt is False
+        assert destination.transceiver.stats().fences >= 1
+        destination.pool.buffer.zero_()
+        # A session of its own keeps this side polling: without that nothing could land, fenced or not.
+        destination.transceiver.advertise(fake_hold((BlockTable((0,), (0,)),)), TokenRange(0, 16), DIGEST, lambda: None)
+        source.signal(signal.SIGCONT)
+        time.sleep(1.0)
+        assert not destination.pool.buffer.any()
+    finally:
+        source.close()
+        destination.transceiver.close()
+
+
+def test_a_lost_reader_costs_the_source_a_lease_at_most() -> None:
+    source = SourceProcess("prefill-life-1", lease_s=0.5)
+    try:
+        source.advertise([3], 16)
+        source.wait_for(open_holds=0, expired_leases=1)
+    finally:
+        source.close()
