@@ -130,13 +130,18 @@ def test_prefill_and_decode_mixed_in_one_step(order: AxisOrder) -> None:
     scene.check([(1, 0, 30), (0, 19, 20), (3, 25, 40), (2, 8, 9)])
 
 
-def test_stale_positions_of_a_window_may_hold_anything() -> None:
+@ORDERS
+@pytest.mark.parametrize(("window", "lengths"), [(5, [30]), (19, [26, 30])], ids=["alone", "padded"])
+def test_stale_positions_of_a_window_may_hold_anything(order: AxisOrder, window: int, lengths: list[int]) -> None:
     """A transfer moves only what the window still needs: the rest of its first block stays as it was."""
-    scene = Scene(nan_pool(layout_of(window=5)), [30])
-    scene.run([(0, 0, 29)])
-    for position in range(30 - 5):
-        scene.pool.view[scene.tables[0][position // BLOCK], :, :, :, position % BLOCK] = float("nan")
-    scene.check([(0, 29, 30)], drop=True)
+    scene = Scene(nan_pool(layout_of(order, window)), lengths)
+    for sequence, length in enumerate(lengths):
+        scene.run([(sequence, 0, length - 1)])
+        for position in range(length - window):
+            block = scene.pool.view[scene.tables[sequence][position // BLOCK]]
+            tokens_first = block if order is AxisOrder.TOKEN_HEAD else block.transpose(2, 3)
+            tokens_first[:, :, position % BLOCK] = float("nan")
+    scene.check([(sequence, length - 1, length) for sequence, length in enumerate(lengths)], drop=True)
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
