@@ -110,7 +110,8 @@ class Agent(ABC):
 class LoadResult:
     """How a load ended. error is None when every byte arrived and the generation check passed.
 
-    in_doubt: the pages may still be written to. nbytes: bytes moved. seconds: submit to DONE.
+    transfer_id: the load id that `load` returned. in_doubt: the pages may still be written to until `when_quiet`
+    says otherwise. nbytes: bytes moved. seconds: submit to DONE.
     """
 
     transfer_id: int

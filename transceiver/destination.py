@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from kvferry.core import RankInfo, TransferError
+from kvferry.core import KVFerryError, RankInfo, TransferError
 from kvferry.transceiver.base import Agent, Direction, LoadResult, OpState
 from kvferry.transceiver.control import ControlClient
 from kvferry.transceiver.loads import LoadTable
@@ -248,7 +248,7 @@ class Destination:
         for incarnation in list(self._suspects):
             try:
                 self._agent.fence(incarnation)
-            except TransferError as error:
+            except KVFerryError as error:
                 logger.error("cannot fence %s: %s", incarnation, error.message)
                 self._fence_at_s = now_s + _FENCE_RETRY_S
                 self._give_up(incarnation)

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 
+from kvferry.core import TransferError
 from kvferry.transceiver.base import CancelOutcome, LoadResult
 from kvferry.transceiver.sessions import LoadSession, SessionState, Verdict
 from kvferry.transceiver.stats import FailureClass, StatsRecorder
@@ -28,13 +29,23 @@ class LoadTable:
         self._open: dict[int, LoadSession] = {}
         self._doubtful: dict[int, LoadSession] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._closed = False
 
     def next_id(self) -> int:
         return next(self._ids)
 
     def add(self, load: LoadSession) -> None:
+        """TransferError after `close`."""
         with self._lock:
+            if self._closed:
+                raise TransferError("the transceiver is closed")
             self._open[load.load_id] = load
+
+    def close(self) -> list[LoadSession]:
+        """Accepts no more; what is still open is the caller's to end."""
+        with self._lock:
+            self._closed = True
+            return list(self._open.values())
 
     def open(self) -> list[LoadSession]:
         with self._lock:

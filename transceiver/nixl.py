@@ -6,6 +6,7 @@ Posting releases the GIL and may block for the whole copy.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from typing import Any
@@ -83,7 +84,8 @@ class NixlAgent(Agent):
         self._regions: dict[MemRegion, Any] = {}
         self._peers: dict[str, tuple[str, bytes]] = {}
         self._operations: weakref.WeakSet[NixlOperation] = weakref.WeakSet()
-        self._nixl: Any = None
+        self._live: Any = None
+        self._dying: weakref.ref[Any] | None = None
         self._create()
 
     def register(self, region: MemRegion) -> None:
@@ -146,7 +148,7 @@ class NixlAgent(Agent):
         self._peers.pop(peer, None)
         self._destroy()
         self._create()
-        for region in self._regions:
+        for region in list(self._regions):
             self.register(region)
         for incarnation, (_, metadata) in list(self._peers.items()):
             try:
@@ -156,35 +158,39 @@ class NixlAgent(Agent):
                 del self._peers[incarnation]
 
     def close(self) -> None:
-        if self._nixl is not None:
-            self._peers.clear()
-            self._destroy()
-            self._regions.clear()
+        self._peers.clear()
+        self._destroy()
+        self._regions.clear()
+
+    @property
+    def _nixl(self) -> Any:
+        if self._live is None:
+            raise TransferError("the NIXL agent is not running")
+        return self._live
 
     def _create(self) -> None:
-        try:
-            from nixl_cu12._api import nixl_agent, nixl_agent_config
-        except ImportError as error:
-            raise ConfigError(f"NIXL is not installed ({error}): {INSTALL_LINE}", field="transceiver.backend") from None
-        logging.getLogger("nixl_cu12").setLevel(logging.WARNING)
+        nixl_agent, nixl_agent_config = _load_nixl()
         self._epoch += 1
         config = nixl_agent_config(enable_prog_thread=False, backends=list(self._plugins))
         agent = self._guard("start", nixl_agent, f"{self._incarnation}/{self._epoch}", config)
         missing = set(self._plugins) - set(agent.backends)
         if missing:
-            raise ConfigError(f"NIXL has no plug-in {', '.join(sorted(missing))}", field="transceiver.nixl_plugins")
-        self._nixl = agent
+            raise ConfigError(f"NIXL has no plug-in {', '.join(sorted(missing))}", field="transceiver.backend")
+        self._live = agent
 
     def _destroy(self) -> None:
-        """Drops every reference, so that the destructor runs now. TransferError when something keeps it alive."""
+        """Drops every reference, so that the destructor runs now. TransferError when something keeps it alive;
+        may be called again then."""
         for operation in list(self._operations):
             operation.detach()
+        if self._live is not None:
+            self._dying = weakref.ref(self._live.agent)
+            self._live = None
+        if self._dying is not None and self._dying() is not None:
+            gc.collect()
+            if self._dying() is not None:
+                raise TransferError("the NIXL agent is still referenced and cannot be destroyed")
         self._operations.clear()
-        agent, self._nixl = self._nixl, None
-        core = weakref.ref(agent.agent)
-        del agent
-        if core() is not None:
-            raise TransferError("the NIXL agent is still referenced and cannot be destroyed")
 
     def _add(self, metadata: bytes) -> str:
         name: bytes = self._guard("load a peer", self._nixl.add_remote_agent, metadata)
@@ -202,6 +208,22 @@ class NixlAgent(Agent):
             return call(*arguments)
         except Exception as error:
             raise TransferError(f"NIXL could not {what}: {error or type(error).__name__}") from error
+
+
+def _load_nixl() -> tuple[Any, Any]:
+    """NIXL's classes. Importing it installs a handler that writes to stdout, where our JSON goes: undone here."""
+    raise_exceptions = logging.raiseExceptions
+    try:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise ConfigError(f"NIXL is not installed ({error}): {INSTALL_LINE}", field="transceiver.backend") from None
+    finally:
+        logging.raiseExceptions = raise_exceptions
+    nixl_logger = logging.getLogger("nixl")
+    nixl_logger.handlers.clear()
+    nixl_logger.propagate = True
+    nixl_logger.setLevel(logging.WARNING)
+    return nixl_agent, nixl_agent_config
 
 
 def _descriptors(region: MemRegion) -> tuple[Any, str]:

@@ -33,6 +33,8 @@ from kvferry.transceiver.stats import FailureClass, StatsRecorder, TransferStats
 
 logger = logging.getLogger(__name__)
 
+_REMEMBERED_INITIATORS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeTimes:
@@ -80,6 +82,8 @@ class PythonTransceiver(Transceiver, ControlTarget):
         self._recorder = StatsRecorder()
         self._local = _register(identity, pools, agent)
         self._attention_until_s = 0.0
+        self._met: dict[str, bytes] = {}
+        self._drain_error = ""
         self._closed = threading.Event()
         self._source = Source(lambda: self._local, LeasePolicy(times.lease_s, times.max_lease_s), self._recorder)
         self._loads = LoadTable(self._recorder)
@@ -175,21 +179,31 @@ class PythonTransceiver(Transceiver, ControlTarget):
         self._closed.set()
         self._clock.close(self._times.close_timeout_s)
         self._source.close()
-        at_rest = self._agent_loop.close(self._times.close_timeout_s)
-        if at_rest:
-            self._agent.close()
-        else:
-            logger.error("the agent thread is stuck in a call of its backend; its memory stays registered")
+        at_rest = self._agent_loop.close(self._times.close_timeout_s) and self._close_agent()
         verdict = Verdict(FailureClass.CANCELLED, "the transceiver was closed")
-        for load in self._loads.open():
+        for load in self._loads.close():
             self._loads.fail(load, verdict, at_rest=at_rest)
         self._control.close()
+
+    def _close_agent(self) -> bool:
+        """Only after its thread has ended. False when operations may go on."""
+        try:
+            self._agent.close()
+        except TransferError as error:
+            logger.error("%s", error.message)
+            return False
+        return True
 
     # -- ControlTarget ------------------------------------------------------------------------------------
 
     def answer_handshake(self, initiator: RankInfo) -> RankInfo:
         check_peer(self._local, replace(initiator, handle_key=b"-"))
-        self._attend(self._times.first_contact_s)
+        # Who comes again with an agent we have met needs no help: its path is up.
+        if self._met.get(initiator.incarnation) != initiator.agent_metadata:
+            if len(self._met) >= _REMEMBERED_INITIATORS:
+                self._met.clear()
+            self._met[initiator.incarnation] = initiator.agent_metadata
+            self._attend(self._times.first_contact_s)
         return self._local
 
     def answer_heartbeat(self, incarnation: str, transfer_ids: Sequence[int]) -> list[int]:
@@ -201,7 +215,7 @@ class PythonTransceiver(Transceiver, ControlTarget):
     # -- agent thread -------------------------------------------------------------------------------------
 
     def _agent_step(self) -> float | None:
-        for _, message in self._agent.drain_notifications():
+        for message in self._drain():
             self._source.notified(message)
         now_s = time.monotonic()
         contact_s = self._peers.step(now_s)
@@ -215,6 +229,18 @@ class PythonTransceiver(Transceiver, ControlTarget):
             attention=now_s < self._attention_until_s,
         )
         return poll_interval_s(demand)
+
+    def _drain(self) -> list[bytes]:
+        """An agent that cannot be asked, because a fence of it failed half-way, must not keep the next from coming."""
+        try:
+            arrived = self._agent.drain_notifications()
+        except TransferError as error:
+            if error.message != self._drain_error:
+                logger.error("%s", error.message)
+            self._drain_error = error.message
+            return []
+        self._drain_error = ""
+        return [message for _, message in arrived]
 
     def _sent(self) -> None:
         """A notification may need a few more calls into the agent to leave this process."""

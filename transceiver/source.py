@@ -43,6 +43,7 @@ class Source:
         self._sessions: dict[int, SourceSession] = {}
         self._leases = LeaseTable(leases)
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._closed = False
 
     def __len__(self) -> int:
         with self._lock:
@@ -53,7 +54,8 @@ class Source:
     def advertise(
         self, hold: BlockHold, tokens: TokenRange, tokens_digest: bytes, on_release: Callable[[], None]
     ) -> bytes:
-        """Mints a handle and grants its lease. InternalError when the hold does not cover `tokens`."""
+        """Mints a handle and grants its lease. InternalError when the hold does not cover `tokens`, TransferError
+        after `close`."""
         local = self._local()
         _check_covers(local, hold.tables, tokens)
         now_s = time.monotonic()
@@ -69,6 +71,8 @@ class Source:
         )
         data = sign_handle(handle, local.handle_key)
         with self._lock:
+            if self._closed:
+                raise TransferError("the transceiver is closed")
             session.lifecycle.to(SessionState.ADVERTISED)
             self._sessions[session.transfer_id] = session
             self._leases.grant(session.transfer_id, now_s)
@@ -141,6 +145,7 @@ class Source:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             sessions = list(self._sessions.values())
             for session in sessions:
                 self._end(session, SessionState.CANCELLED)

@@ -460,6 +460,35 @@ class TestClose:
         assert "broken callback" in caplog.text
 
 
+def test_nothing_is_polled_while_nothing_is_open(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    prefill, decode = pair
+    polls = dict.fromkeys(("prefill", "decode"), 0)
+
+    def count(name: str, worker: Any) -> None:
+        drain = worker.agent.drain_notifications
+
+        def counted() -> list[tuple[str, bytes]]:
+            polls[name] += 1
+            return drain()  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(worker.agent, "drain_notifications", counted)
+
+    count("prefill", prefill)
+    count("decode", decode)
+    handle, hold = prefill.advertise([5], 4)
+    eventually(lambda: polls["prefill"] > 3)  # a handle is out: its reader may have something to say
+    assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
+    eventually(hold.released.is_set)
+    threading.Event().wait(3.2)  # a target keeps helping a new peer for a while
+    decode.transceiver.connect("p:1")  # a peer met before needs no help
+    threading.Event().wait(0.1)
+    before = dict(polls)
+    threading.Event().wait(0.3)
+    assert polls == before
+
+
 def test_different_block_sizes(world: Any) -> None:
     prefill = world.worker(Role.PREFILL, "p:1")
     decode = world.worker(Role.DECODE, "d:1", layout=replace(prefill.pool.layout, tokens_per_block=8), blocks=16)
