@@ -224,6 +224,11 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture
+def pair(world: World) -> tuple[Worker, Worker]:
+    return world.worker(Role.PREFILL, "p:1"), world.worker(Role.DECODE, "d:1")
+
+
+@pytest.fixture
 def eventually() -> Callable[..., None]:
     return wait_until
 
