@@ -26,10 +26,11 @@ from kvferry.core import (
     new_incarnation,
 )
 from kvferry.kvcache import BlockHold, CacheStateError, KVPool
-from kvferry.transceiver.base import CancelOutcome, LoadResult
+from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult
 from kvferry.transceiver.control import ControlClient, ControlTarget
 from kvferry.transceiver.faulty import FaultyAgent
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
+from kvferry.transceiver.nixl import NixlAgent
 from kvferry.transceiver.python_runtime import PythonTransceiver, RuntimeTimes, WorkerIdentity
 
 T = TypeVar("T")
@@ -140,8 +141,9 @@ class Worker:
 class World:
     """Workers that can reach each other; all of them are closed at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_agent: Callable[[str], Agent] | None = None) -> None:
         self.fabric = LoopbackFabric()
+        self.make_agent = make_agent or (lambda incarnation: LoopbackAgent(incarnation, self.fabric))
         self.targets: dict[str, ControlTarget] = {}
         self.workers: list[Worker] = []
 
@@ -167,10 +169,11 @@ class World:
             heartbeat_s=heartbeat_s,
             handshake_timeout_s=handshake_timeout_s,
             grace_s=grace_s,
+            first_contact_s=0.3,
             close_timeout_s=2.0,
         )
         incarnation = new_incarnation()
-        agent = FaultyAgent(LoopbackAgent(incarnation, self.fabric))
+        agent = FaultyAgent(self.make_agent(incarnation))
         identity = WorkerIdentity(f"{role.value}-{endpoint}", role, incarnation, endpoint, fingerprint, resolution())
         pool = make_pool(layout, blocks)
         transceiver = PythonTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
@@ -216,11 +219,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.002)
 
 
+@pytest.fixture(params=["loopback", "nixl"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Over memory copies within the process, and over the real thing."""
+    made = World(NixlAgent if request.param == "nixl" else None)
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def world() -> Iterator[World]:
+def mortal_world() -> Iterator[World]:
+    """Whose workers can be killed: over NIXL that takes a process of its own."""
     made = World()
     yield made
     made.close()
+
+
+@pytest.fixture
+def mortal_pair(mortal_world: World) -> tuple[Worker, Worker]:
+    return mortal_world.worker(Role.PREFILL, "p:1"), mortal_world.worker(Role.DECODE, "d:1")
 
 
 @pytest.fixture

@@ -49,13 +49,13 @@ class TestHandles:
         handle, _ = prefill.advertise([5, 6], 7)
         assert "covers" in decode.load(handle, [3, 4], TokenRange(0, 8)).wait().error
 
-    def test_of_a_former_life(self, world: Any, pair: tuple[Any, Any]) -> None:
-        prefill, decode = pair
+    def test_of_a_former_life(self, mortal_world: Any, mortal_pair: tuple[Any, Any]) -> None:
+        prefill, decode = mortal_pair
         stale, _ = prefill.advertise([5], 4)
         fresh, _ = prefill.advertise([6], 4)
         assert decode.load(fresh, [3], TokenRange(0, 4)).wait().error is None
-        world.kill(prefill)
-        reborn = world.worker(Role.PREFILL, "p:1")
+        mortal_world.kill(prefill)
+        reborn = mortal_world.worker(Role.PREFILL, "p:1")
         assert "not reachable" in decode.load(stale, [3], TokenRange(0, 4)).wait().error
         assert "restarted" in decode.load(stale, [3], TokenRange(0, 4)).wait().error
         handle, _ = reborn.advertise([8], 4)
@@ -220,27 +220,27 @@ class TestFaults:
         handle, _ = prefill.advertise([60], 4)
         assert decode.load(handle, [60], TokenRange(0, 4)).wait().error is None
 
-    def test_a_dead_source_ends_the_load(self, world: Any, pair: tuple[Any, Any]) -> None:
-        prefill, decode = pair
+    def test_a_dead_source_ends_the_load(self, mortal_world: Any, mortal_pair: tuple[Any, Any]) -> None:
+        prefill, decode = mortal_pair
         handle, _ = prefill.advertise([5], 4)
-        world.kill(prefill)
+        mortal_world.kill(prefill)
         assert "connection refused" in decode.load(handle, [3], TokenRange(0, 4)).wait().error
         assert decode.transceiver.stats().failures == {FailureClass.PEER: 1}
 
-    def test_a_source_that_dies_after_first_contact(self, world: Any, pair: tuple[Any, Any]) -> None:
-        prefill, decode = pair
+    def test_a_source_that_dies_after_first_contact(self, mortal_world: Any, mortal_pair: tuple[Any, Any]) -> None:
+        prefill, decode = mortal_pair
         decode.transceiver.connect("p:1")
         handle, _ = prefill.advertise([5], 4)
-        world.kill(prefill)
+        mortal_world.kill(prefill)
         result = decode.load(handle, [3], TokenRange(0, 4)).wait()
         assert "not reachable" in result.error
 
-    def test_a_source_that_dies_between_begin_and_data(self, world: Any, pair: tuple[Any, Any]) -> None:
-        prefill, decode = pair
+    def test_a_source_that_dies_between_begin_and_data(self, mortal_world: Any, mortal_pair: tuple[Any, Any]) -> None:
+        prefill, decode = mortal_pair
         decode.transceiver.connect("p:1")
         decode.agent.inject(Fault.BLOCK)
         handle, _ = prefill.advertise([5], 4)
         load = decode.load(handle, [3], TokenRange(0, 4))
-        world.kill(prefill)
+        mortal_world.kill(prefill)
         decode.agent.unblock()
         assert load.wait().error is not None

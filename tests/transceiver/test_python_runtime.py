@@ -245,7 +245,7 @@ def test_nothing_is_polled_while_nothing_is_open(
     eventually(lambda: polls["prefill"] > 3)  # a handle is out: its reader may have something to say
     assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
     eventually(hold.released.is_set)
-    threading.Event().wait(3.2)  # a target keeps helping a new peer for a while
+    threading.Event().wait(0.5)  # a target keeps helping a new peer for a while
     decode.transceiver.connect("p:1")  # a peer met before needs no help
     threading.Event().wait(0.1)
     before = dict(polls)
