@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -101,6 +102,10 @@ class KVFerryContender(Contender):
         self._pools = [build_pool(layout, self._blocks * batch, "cpu") for layout in layouts]
         self._length = 0
 
+    @property
+    def vocab_size(self) -> int:
+        return self._model.limits.vocab_size
+
     def prefill(self, prompts: torch.Tensor) -> torch.Tensor:
         self._length = 0
         next_tokens = [self._step([row], prompts[row]) for row in range(len(prompts))]
@@ -170,12 +175,11 @@ def measure(model_dir: Path, rounds: int = 9, threads: int = 2) -> list[FloorRow
     """Loads both sides (about 1.5 GB for SmolLM2) and times every workload. Sets torch's threads."""
     torch.set_num_threads(threads)
     ours, theirs = KVFerryContender(model_dir), TransformersContender(model_dir)
-    vocabulary = 32_000
     generator = torch.Generator().manual_seed(0)
     rows = []
     for load in WORKLOADS:
         shape = (max(1, load.decode_batch), load.prompt_tokens)
-        prompts = torch.randint(0, vocabulary, shape, generator=generator)
+        prompts = torch.randint(0, ours.vocab_size, shape, generator=generator)
         rows.append(_compare(load, prompts, ours, theirs, rounds))
     return rows
 
@@ -232,15 +236,15 @@ def _compare(load: Workload, prompts: torch.Tensor, ours: Contender, theirs: Con
 
 
 def _spread_ms(seconds: Sequence[float]) -> tuple[float, float]:
-    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
-    return tenths[0] * 1e3, tenths[-1] * 1e3
+    low, high = np.percentile(seconds, (10, 90))
+    return float(low) * 1e3, float(high) * 1e3
 
 
 def machine(threads: int) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "processor": _processor(),
-        "cpus": torch.get_num_threads() if threads <= 0 else threads,
+        "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "precision": "fp32",
@@ -286,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with progress_bar() as progress:
         model_dir = resolve_model(options.model, progress)
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads must be at least 1")
     rows = measure(model_dir, options.rounds, options.threads)
     if options.json:
         print(json.dumps({"machine": machine(options.threads), "rows": [asdict(row) for row in rows]}))
