@@ -64,7 +64,13 @@ class Sequence(Generic[L]):
                 raise CheckpointError("stop strings need a tokenizer, and this model directory has none", field="stop")
             return None
         prior = self.request.output_token_ids
-        return OutputText(tokenizer, sampling.stop, prior_token_ids=prior, sent_chars=self.request.sent_text_chars)
+        return OutputText(
+            tokenizer,
+            sampling.stop,
+            prior_token_ids=prior,
+            sent_chars=self.request.sent_text_chars,
+            min_tokens=sampling.min_tokens,
+        )
 
     def _find_stop_ids(self, tokenizer: Tokenizer | None) -> frozenset[int]:
         stop_ids = frozenset(self.request.sampling.stop_token_ids)

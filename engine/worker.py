@@ -63,7 +63,8 @@ class EngineHost:
 
         self.thread.post(ask)
         try:
-            self._last_state = await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                self._last_state = await answer
         except TimeoutError:
             logger.warning("the engine did not answer within %.1f s: a long step", timeout_s)
         return self._last_state
