@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.cluster.config import ClusterConfig
 from kvferry.cluster.log_setup import set_aside_logs
-from kvferry.cluster.processes import cluster_processes, free_port
+from kvferry.cluster.processes import check_reachable, cluster_processes, free_port
 from kvferry.cluster.ray_head import RayHead, start_ray_head, stop_ray_head
 from kvferry.cluster.roles import (
     RolePlan,
@@ -75,6 +75,8 @@ def draw_up(config: ClusterConfig, say: Say) -> Blueprint:
     _check_not_running(Path(config.state_dir))
     grpc_port = free_port(config.host, config.router.grpc_port, "router.grpc_port")
     http_port = free_port(config.host, config.router.http_port, "router.http_port")
+    if config.ray_address:
+        check_reachable(config.ray_address, "ray_address")
     early = early_model_config(config.model)
     if early is not None:
         plan_roles(config, early, os.environ)

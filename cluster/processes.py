@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.core import ConfigError
+from kvferry.core import ConfigError, UnavailableError
 
 CLUSTER_VARIABLE = "KVFERRY_CLUSTER_ID"
 POLL_S = 0.05
@@ -86,6 +86,17 @@ def free_port(host: str, wanted: int, key: str) -> int:
             ) from None
         port: int = probe.getsockname()[1]
         return port
+
+
+def check_reachable(address: str, key: str, timeout_s: float = 3.0) -> None:
+    """Raises UnavailableError when nobody accepts connections at host:port, ConfigError when it is none."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise ConfigError(f"{key} must be HOST:PORT, got {address!r}", field=key)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except (OSError, OverflowError) as error:
+        raise UnavailableError(f"{key}: nobody answers at {address}: {error}", field=key) from None
 
 
 def _signal_all(processes: list[ProcessInfo], number: signal.Signals) -> None:

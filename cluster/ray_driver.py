@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.cluster.actors import ActorLog
 from kvferry.cluster.log_setup import log_path
-from kvferry.cluster.processes import CLUSTER_VARIABLE
+from kvferry.cluster.processes import CLUSTER_VARIABLE, check_reachable
 from kvferry.cluster.roles import WorkerSpec
 from kvferry.cluster.state_file import ClusterState
 from kvferry.cluster.worker_actor import RouterActor, WorkerActor
@@ -119,6 +119,8 @@ def kill_actors(state: ClusterState) -> list[str]:
 
 
 def _connect(state: ClusterState) -> None:
+    # Ray itself would try for minutes.
+    check_reachable(state.ray_address, "ray_address")
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:

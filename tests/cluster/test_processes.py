@@ -10,8 +10,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.cluster.processes import CLUSTER_VARIABLE, cluster_processes, free_port, stop_processes, wait_until
-from kvferry.core import ConfigError
+from kvferry.cluster.processes import (
+    CLUSTER_VARIABLE,
+    check_reachable,
+    cluster_processes,
+    free_port,
+    stop_processes,
+    wait_until,
+)
+from kvferry.core import ConfigError, UnavailableError
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 _SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -74,3 +81,15 @@ def test_port_zero_is_any_free_one() -> None:
 def test_wait_until_gives_up() -> None:
     assert wait_until(lambda: True, 0.0)
     assert not wait_until(lambda: False, 0.05, poll_s=0.01)
+
+
+@pytest.mark.parametrize("address", ["somewhere", "127.0.0.1", "ray://127.0.0.1:10001", ":1", ""])
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ConfigError, match="ray_address must be HOST:PORT"):
+        check_reachable(address, "ray_address")
+
+
+def test_an_address_where_nobody_answers() -> None:
+    with pytest.raises(UnavailableError, match=r"nobody answers at 127\.0\.0\.1:1") as caught:
+        check_reachable("127.0.0.1:1", "ray_address")
+    assert caught.value.field == "ray_address"
