@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.core import AxisOrder, ConfigError, DType, GroupKind, KVLayout
-from kvferry.engine.attention import AttentionChunk, PagedAttention
+from kvferry.engine.attention import AttentionChunk, PagedAttention, decode_batches
 from kvferry.engine.linear import linear_factory
 from kvferry.kvcache import KVPool
 from kvferry.models import CausalLM, ForwardBatch, load_model
@@ -171,6 +171,15 @@ def test_two_groups_have_their_own_tables() -> None:
     near = attention(2, q, k, v, SCALE)
     torch.testing.assert_close(near[:9], full.expected(0, 0, 0, 9), rtol=0, atol=2e-6)
     assert not torch.allclose(near[9:], full.expected(0, 0, 0, 30)[9:], atol=1e-3)
+
+
+def test_batches_weigh_padding_against_calls() -> None:
+    assert decode_batches([]) == []
+    assert decode_batches([4, 1, 3]) == [[0, 1, 2]]
+    assert decode_batches([2, 500, 2, 499, 3]) == [[1, 3], [0, 2, 4]]
+    assert decode_batches([17] * 16) == [list(range(16))]
+    squares = decode_batches([n * n for n in range(1, 40)])
+    assert sorted(index for batch in squares for index in batch) == list(range(39))
 
 
 def test_a_state_group_is_refused() -> None:
