@@ -13,6 +13,8 @@ from kvferry.cluster.admin_client import rpc_error
 from kvferry.core import FinishReason, SamplingParams, codec
 from kvferry.proto import generation_pb2, generation_pb2_grpc
 
+GenerateRequest = generation_pb2.GenerateRequest
+
 DEFAULT_TIMEOUT_S = 600.0
 
 Message = tuple[str, str]

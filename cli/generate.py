@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.cli.client import Completed, GenerationClient, chat_request, prompt_request, token_request
+from kvferry.cli.client import Completed, GenerateRequest, GenerationClient, chat_request, prompt_request, token_request
 from kvferry.cli.options import Endpoint, Json, StateDir, find_endpoint
 from kvferry.cli.output import print_json, refusals, say
 from kvferry.core import InvalidRequestError, SamplingParams
-from kvferry.proto import generation_pb2
 
 
 def generate_command(
@@ -64,7 +63,7 @@ def generate_command(
 
 def build_request(
     prompt: str | None, prompt_ids: str | None, chat: str | None, system: str | None, sampling: SamplingParams
-) -> generation_pb2.GenerateRequest:
+) -> GenerateRequest:
     """Raises InvalidRequestError unless exactly one kind of input is given."""
     given = [
         name for name, value in (("prompt", prompt), ("prompt_ids", prompt_ids), ("chat", chat)) if value is not None
@@ -109,7 +108,7 @@ def route_line(completed: Completed) -> str:
     )
 
 
-def _stream(client: GenerationClient, request: generation_pb2.GenerateRequest, echo: bool) -> Completed:
+def _stream(client: GenerationClient, request: GenerateRequest, echo: bool) -> Completed:
     completed = Completed()
     for message in client.stream(request):
         completed.add(message)

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from kvferry.cli.options import Endpoint, Json, StateDir, find_endpoint
 from kvferry.cli.output import print_json, refusals
-from kvferry.cluster.admin_client import AdminClient
+from kvferry.cluster.admin_client import AdminClient, StatusResponse, WorkerStatus
 from kvferry.core import codec
-from kvferry.proto import admin_pb2
 from kvferry.resolution import resolution_dict
 
 
@@ -27,7 +26,7 @@ def status_command(endpoint: Endpoint = None, state_dir: StateDir = None, as_jso
             Console().print(status_view(status_dict(status)))
 
 
-def status_dict(status: admin_pb2.StatusResponse) -> dict[str, Any]:
+def status_dict(status: StatusResponse) -> dict[str, Any]:
     router = status.router
     return {
         "workers": [_worker_dict(worker) for worker in status.workers],
@@ -41,7 +40,7 @@ def status_dict(status: admin_pb2.StatusResponse) -> dict[str, Any]:
     }
 
 
-def _worker_dict(worker: admin_pb2.WorkerStatus) -> dict[str, Any]:
+def _worker_dict(worker: WorkerStatus) -> dict[str, Any]:
     blocks = codec.blocks_from_wire(worker.blocks)
     return {
         "name": worker.name,

@@ -11,6 +11,9 @@ import grpc
 from kvferry.core import ErrorCode, KVFerryError, Role, UnavailableError, codec, error_for_code
 from kvferry.proto import admin_pb2, admin_pb2_grpc
 
+StatusResponse = admin_pb2.StatusResponse
+WorkerStatus = admin_pb2.WorkerStatus
+
 CALL_TIMEOUT_S = 5.0
 
 

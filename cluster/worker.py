@@ -13,14 +13,13 @@ import grpc
 
 from kvferry.cluster.membership import PoolMember
 from kvferry.cluster.roles import WorkerSpec, resolve_worker
-from kvferry.cluster.worker_service import PeerBook, RoleWorker, StatusSource, WorkerIdentity, WorkerService
+from kvferry.cluster.worker_service import PeerBook, RoleWorker, StatusSource, WorkerIdentity, add_worker_service
 from kvferry.core import ConfigError, Resolution, Role, new_incarnation, resolved_line
 from kvferry.decode import DecodeWorker
 from kvferry.engine import EngineSettings, ModelRunner
 from kvferry.kvcache import KVCacheManager, create_manager
 from kvferry.models import model_fingerprint
 from kvferry.prefill import PrefillWorker
-from kvferry.proto import worker_pb2_grpc
 from kvferry.resolution import prefix_reuse_enabled, read_config
 from kvferry.text import Tokenizer
 from kvferry.transceiver import Transceiver, add_transceiver_service, create_transceiver
@@ -95,7 +94,7 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     source = StatusSource(_identity(loaded, endpoint, incarnation), worker, peers)
     try:
         worker.add_to(server)
-        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(source), server)
+        add_worker_service(server, source)
         if transceiver is not None:
             add_transceiver_service(server, transceiver)
         await server.start()

@@ -126,6 +126,10 @@ class StatusSource:
         return "draining" if self._draining else "ready"
 
 
+def add_worker_service(server: grpc.aio.Server, source: StatusSource) -> None:
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(source), server)
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, source: StatusSource) -> None:
         self._source = source

@@ -127,7 +127,7 @@ def test_role_overrides_apply_to_their_role_only(tmp_path: Path) -> None:
     content = {"engine": {"max_batch": 8}, "decode": {"engine": {"max_batch": 32}, "kv_cache": {"bytes": "2GiB"}}}
     config = load_config(_file(tmp_path, content), environ={})
     prefill, decode = worker_config(config, Role.PREFILL), worker_config(config, Role.DECODE)
-    assert (prefill.engine.max_batch, prefill.kv_cache.bytes) == (8, 1 << 30)
+    assert (prefill.engine.max_batch, prefill.kv_cache.bytes) == (8, 512 << 20)
     assert (decode.engine.max_batch, decode.kv_cache.bytes) == (32, 2 << 30)
 
 
