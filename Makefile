@@ -80,6 +80,7 @@ demo: setup
 
 bench: setup
 	@$(BIN)/kvferry bench floor
+	@$(BIN)/kvferry bench step
 
 # torch's local version (+cpu, +cu130) depends on the index, so it is left out.
 lock: setup

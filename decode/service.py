@@ -39,7 +39,7 @@ class DecodeWorker(worker_pb2_grpc.DecodeServicer):
         self._scheduler = GenerationScheduler(runner, manager, self._host.thread.emit, loader, recompute)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        worker_pb2_grpc.add_DecodeServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     def start(self) -> None:
         """Call on the running loop of the gRPC server."""

@@ -114,10 +114,8 @@ class LLM:
                 completions[key].add(event)
 
     def _sequence(self, prompt: Prompt, sampling: SamplingParams) -> DecodeSequence:
-        if isinstance(prompt, str):
-            token_ids, salt = self.tokenizer.encode(prompt), ""
-        else:
-            token_ids, salt = _mapped_prompt(prompt)
+        given = {"prompt_token_ids": self.tokenizer.encode(prompt)} if isinstance(prompt, str) else prompt
+        token_ids, salt = _mapped_prompt(given)
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         request = WorkerRequest(new_request_id(), tuple(token_ids), sampling, scope=salt)

@@ -6,6 +6,7 @@ workers it is served, after a replay too. The generator is SplitMix64 (Steele, L
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -76,8 +77,10 @@ def _adjust(logits: torch.Tensor, row: RowRequest) -> None:
         penalty = sampling.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.output_ids and (sampling.presence_penalty or sampling.frequency_penalty):
-        ids, counts = torch.tensor(list(row.output_ids), device=logits.device).unique(return_counts=True)
-        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(logits.dtype)
+        counted = Counter(row.output_ids)
+        ids = torch.tensor(list(counted), device=logits.device)
+        counts = torch.tensor(list(counted.values()), dtype=logits.dtype, device=logits.device)
+        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias
     if row.suppressed:

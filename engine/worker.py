@@ -59,7 +59,7 @@ class EngineHost:
 
         def ask() -> None:
             state = EngineState(scheduler.manager.counts(), scheduler.counts(), healthy=True)
-            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(state))
+            loop.call_soon_threadsafe(_answer, answer, state)
 
         self.thread.post(ask)
         try:
@@ -96,6 +96,11 @@ class EngineHost:
 
     def close(self) -> None:
         self.thread.close()
+
+
+def _answer(answer: asyncio.Future[EngineState], state: EngineState) -> None:
+    if not answer.done():  # whoever asked may have stopped waiting
+        answer.set_result(state)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, request_id: str) -> NoReturn:

@@ -34,7 +34,7 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
         self._scheduler = PrefillScheduler(runner, manager, self._host.thread.emit, self)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        worker_pb2_grpc.add_PrefillServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        worker_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
     def start(self) -> None:
         """Call on the running loop of the gRPC server."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -55,3 +56,24 @@ def test_ctrl_c_in_the_foreground_stops_everything(tmp_path: Path) -> None:
         process.stdout.close()
     assert cluster_processes(state.cluster_id) == []
     assert read_state(tmp_path) is None
+
+
+def test_a_worker_that_cannot_start_is_named_and_nothing_stays(tmp_path: Path, smollm2_dir: Path) -> None:
+    """A checkpoint without weights: only the worker finds out."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in smollm2_dir.iterdir():
+        if file.suffix == ".json":
+            (model / file.name).write_bytes(file.read_bytes())
+    state_dir = tmp_path / "state"
+    done = subprocess.run(
+        [COMMAND, "up", "--model", str(model), "--detach", "--json", "--state-dir", str(state_dir)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert (error["code"], error["field"]) == ("INVALID_ARGUMENT", "model")
+    assert "model.safetensors" in error["message"]
+    assert read_state(state_dir) is None
