@@ -33,7 +33,11 @@ _ENVIRONMENT = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     # Ray would kill a worker when others on this machine use memory.
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_DEDUP_LOGS": "0",
+    # Ray runs workers at niceness 15, behind everything else on the machine: these are the service.
+    "RAY_worker_niceness": "0",
+    # Each worker here has an environment of its own: processes started in advance would stay unused.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 
