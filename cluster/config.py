@@ -57,6 +57,9 @@ class TransceiverConfig(Section):
     )
     transfer_timeout_ms: int | None = Field(default=60_000, ge=1, description="longer transfers fail; null: never")
     lease_s: float = Field(default=30.0, gt=0, description="prefill keeps an advertised cache this long unheard")
+    on_transfer_failure: Literal["recompute", "fail"] = Field(
+        default="recompute", description="decode computes a prompt itself whose KV did not arrive, or fails the request"
+    )
 
 
 class KVCacheConfig(Section):
@@ -104,6 +107,8 @@ class RouterConfig(Section):
     max_queued: int = Field(default=1024, ge=0, description="requests waiting for a place; past it RESOURCE_EXHAUSTED")
     retries: int = Field(default=2, ge=0, description="how often a request is started again after a worker failed")
     worker_wait_s: float = Field(default=10.0, ge=0, description="how long a request waits while no worker can take it")
+    queue_timeout_s: float = Field(default=60.0, gt=0, description="how long a request waits for a place")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of requests that bring none")
 
 
 class RoleConfig(Section):

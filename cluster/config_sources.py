@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from kvferry.cluster.config import OVERRIDABLE, ClusterConfig, RoleConfig, WorkerConfig
 from kvferry.core import ConfigError, Role
+from kvferry.resolution import find_card, merge_defaults
 
 Tree = dict[str, Any]
 
@@ -69,11 +70,16 @@ def load_config(
     return config
 
 
-def worker_config(config: ClusterConfig, role: Role) -> WorkerConfig:
-    """The role's settings with its overrides applied. Raises ConfigError naming the override."""
-    base = config.model_dump(include=set(OVERRIDABLE))
+def worker_config(config: ClusterConfig, role: Role, model_config: Mapping[str, Any] | None = None) -> WorkerConfig:
+    """The role's settings: our defaults < the model's < what was set < the role's overrides.
+
+    Without a `model_config` the model's are left out. Raises ConfigError naming the override.
+    """
+    given = config.model_dump(include=set(OVERRIDABLE), exclude_unset=True)
+    if model_config is not None:
+        given = merge_defaults({}, find_card(model_config), given, model_config)
     try:
-        return WorkerConfig.model_validate(_merged(base, config.role_overrides(role)))
+        return WorkerConfig.model_validate(_merged(given, config.role_overrides(role)))
     except ValidationError as error:
         raise _config_error(error.errors()[0], None, set(), prefix=_override_section(role)) from None
 

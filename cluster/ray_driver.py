@@ -63,6 +63,8 @@ def start_router(blueprint: Blueprint, logs: Path, timeout_s: float) -> dict[str
         max_queued=config.router.max_queued,
         worker_wait_s=config.router.worker_wait_s,
         retry_budget=config.router.retries,
+        queue_timeout_s=config.router.queue_timeout_s,
+        request_timeout_s=config.router.request_timeout_s,
     )
     # On this node: its address is what clients are told.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

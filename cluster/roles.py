@@ -63,7 +63,7 @@ def plan_roles(config: ClusterConfig, model_config: Mapping[str, Any], environ: 
     for role in Role:
         count = config.role_count(role)
         if count:
-            settings = worker_config(config, role)
+            settings = worker_config(config, role, model_config)
             resolution = resolve_worker(settings, model_config, environ)
             plans.append(RolePlan(role, count, settings, resolution))
     _check_pairs(plans)

@@ -136,7 +136,8 @@ def _role_worker(loaded: LoadedWorker, transceiver: Transceiver | None) -> RoleW
     if loaded.spec.role is Role.PREFILL:
         assert transceiver is not None, "a prefill role is never planned on backend NONE"
         return PrefillWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer)
-    return DecodeWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer)
+    recompute = loaded.spec.config.transceiver.on_transfer_failure == "recompute"
+    return DecodeWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer, recompute)
 
 
 def _identity(loaded: LoadedWorker, endpoint: str, incarnation: str) -> WorkerIdentity:

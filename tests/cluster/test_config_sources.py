@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvferry.cluster import config_sources
 from kvferry.cluster.config_sources import (
     SHORT_FLAGS,
     config_keys,
@@ -18,6 +19,7 @@ from kvferry.cluster.config_sources import (
     worker_config,
 )
 from kvferry.core import ConfigError, Role
+from kvferry.resolution import Card
 
 
 def _file(tmp_path: Path, content: Any) -> Path:
@@ -129,6 +131,16 @@ def test_role_overrides_apply_to_their_role_only(tmp_path: Path) -> None:
     prefill, decode = worker_config(config, Role.PREFILL), worker_config(config, Role.DECODE)
     assert (prefill.engine.max_batch, prefill.kv_cache.bytes) == (8, 512 << 20)
     assert (decode.engine.max_batch, decode.kv_cache.bytes) == (32, 2 << 30)
+
+
+def test_a_models_defaults_lie_over_ours_and_under_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card("A", defaults={"engine": {"max_batch": 3, "max_queued": 5, "step_token_budget": 7}})
+    monkeypatch.setattr(config_sources, "find_card", lambda model_config: card)
+    # 64 is also our default: set is set.
+    config = load_config(flags={"engine.max_batch": 64, "decode.engine.max_queued": 6}, environ={})
+    engine = worker_config(config, Role.DECODE, {"architectures": ["A"]}).engine
+    assert (engine.max_batch, engine.max_queued, engine.step_token_budget, engine.max_step_ms) == (64, 6, 7, 250.0)
+    assert worker_config(config, Role.DECODE).engine.step_token_budget == 512
 
 
 def test_a_bare_count_and_an_override_by_flag(tmp_path: Path) -> None:
