@@ -15,7 +15,7 @@ class ManagerBuilder(Protocol):
     """Builds a manager and its pools. Raises ConfigError naming the setting that does not fit."""
 
     def __call__(
-        self, layouts: Sequence[KVLayout], nbytes: int, *, prefix_reuse: bool, device: str, debug: bool
+        self, layouts: Sequence[KVLayout], nbytes: int, *, prefix_reuse: bool, device: str, debug: bool, core: str
     ) -> KVCacheManager: ...
 
 
@@ -32,10 +32,13 @@ def create_manager(
     prefix_reuse: bool = True,
     device: str = "cpu",
     debug: bool = False,
+    core: str = "cpp",
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together.
 
     prefix_reuse False: nothing is published, `match` is always 0. debug: fresh pages are filled with NaN.
-    Raises ConfigError: an unknown version, layouts it cannot hold, or a budget below one block per layer group.
+    core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only.
+    Raises ConfigError: an unknown version or core, layouts it cannot hold, or a budget below one block per layer group.
     """
-    return MANAGERS.get(version)(layouts, nbytes, prefix_reuse=prefix_reuse, device=device, debug=debug)
+    build = MANAGERS.get(version)
+    return build(layouts, nbytes, prefix_reuse=prefix_reuse, device=device, debug=debug, core=core)

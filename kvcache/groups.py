@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from kvferry.core import ConfigError, GroupKind, KVLayout
-from kvferry.kvcache.slots import SlotStore
 
 _BOUNDED = (GroupKind.WINDOW, GroupKind.CHUNKED)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerGroup:
-    """One layer group and the books of its pool."""
+class Keeps(Enum):
+    """Which blocks of a sequence a layer group needs to its end."""
 
-    index: int
-    layout: KVLayout
-    store: SlotStore
+    ALL = "all"
+    WINDOW = "window"
+    CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """window: tokens; 0 where everything is kept."""
+
+    keeps: Keeps
+    window: int
+    tokens_per_block: int
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> GroupRule:
+        keeps = {GroupKind.WINDOW: Keeps.WINDOW, GroupKind.CHUNKED: Keeps.CHUNK}.get(layout.kind, Keeps.ALL)
+        return cls(keeps, layout.window or 0, layout.tokens_per_block)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every block of a sequence is needed to its end."""
-        return self.layout.kind not in _BOUNDED
+        return self.keeps is Keeps.ALL
 
     def first_live_block(self, history: int) -> int:
         """Index of the first block that the token at position `history`, or a later one, can look at."""
-        layout = self.layout
-        if layout.kind is GroupKind.WINDOW and layout.window is not None:
-            return max(0, history + 1 - layout.window) // layout.tokens_per_block
-        if layout.kind is GroupKind.CHUNKED and layout.window is not None:
-            return history // layout.window * layout.window // layout.tokens_per_block
+        if self.keeps is Keeps.WINDOW:
+            return max(0, history + 1 - self.window) // self.tokens_per_block
+        if self.keeps is Keeps.CHUNK:
+            return history // self.window * self.window // self.tokens_per_block
         return 0
 
 

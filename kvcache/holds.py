@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from kvferry.core import BlockTable
 from kvferry.kvcache.base import BlockHold, CacheStateError
@@ -24,15 +25,16 @@ class HeldSlots:
     slots: Sequence[int]
 
 
-class SlotHold(BlockHold):
-    """Registers itself in `live` until it is released, so that integrity checks can count what it keeps."""
+class SlotHold:
+    """The books' side of a hold. Registers itself in `live` until it is released, so that integrity checks can count
+    what it keeps. first_blocks: block index of the first slot of each part."""
 
     def __init__(
-        self, kind: HoldKind, tables: tuple[BlockTable, ...], held: tuple[HeldSlots, ...], live: set[SlotHold]
+        self, kind: HoldKind, held: tuple[HeldSlots, ...], first_blocks: Sequence[int], live: set[SlotHold]
     ) -> None:
         self.held = held
+        self.first_blocks = tuple(first_blocks)
         self._kind = kind
-        self._tables = tables
         self._live = live
         for part in held:
             if kind is HoldKind.PINNED:
@@ -42,12 +44,11 @@ class SlotHold(BlockHold):
         live.add(self)
 
     @property
-    def tables(self) -> tuple[BlockTable, ...]:
-        return self._tables
+    def slots(self) -> Sequence[Sequence[int]]:
+        return [part.slots for part in self.held]
 
     def release(self) -> None:
-        if self not in self._live:
-            raise CacheStateError(f"a {self._kind.value} hold was released twice")
+        assert self in self._live, f"a {self._kind.value} hold was released twice"
         self._live.remove(self)
         for part in self.held:
             deepest_first = part.slots[::-1]
@@ -55,3 +56,25 @@ class SlotHold(BlockHold):
                 part.store.unpin(deepest_first)
             else:
                 part.store.end_quarantine(deepest_first)
+
+
+class HoldBooks(Protocol):
+    def release(self) -> None: ...
+
+
+class TableHold(BlockHold):
+    """What the owner of a hold sees."""
+
+    def __init__(self, tables: tuple[BlockTable, ...], books: HoldBooks) -> None:
+        self._tables = tables
+        self._books: HoldBooks | None = books
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        return self._tables
+
+    def release(self) -> None:
+        if self._books is None:
+            raise CacheStateError("a hold on KV blocks was released twice")
+        books, self._books = self._books, None
+        books.release()

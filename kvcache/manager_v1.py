@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvferry.core import BlockCounts, BlockTable, KVLayout, block_digest, scope_digest
 from kvferry.kvcache.base import BlockHold, CacheStateError, KVCache, KVCacheManager, KVPool, OutOfBlocksError
 from kvferry.kvcache.groups import check_layouts
-from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold
+from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
 from kvferry.kvcache.lengths import TrackedCache
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
 from kvferry.kvcache.slots import SlotStore
@@ -142,12 +142,13 @@ class CacheV1(TrackedCache):
         self._give_back()
         return hold
 
-    def _keep(self, kind: HoldKind, slots: list[int], first_block: int) -> SlotHold:
+    def _keep(self, kind: HoldKind, slots: list[int], first_block: int) -> TableHold:
         pages = self._ledger.pages
         tables = tuple(
             BlockTable(tuple(slots), pages.generations(group, slots), first_block) for group in range(len(pages.pools))
         )
-        return SlotHold(kind, tables, (HeldSlots(self._ledger.store, slots),), self._ledger.holds)
+        held = (HeldSlots(self._ledger.store, slots),)
+        return TableHold(tables, SlotHold(kind, held, (first_block,), self._ledger.holds))
 
     def _grow(self, capacity: int) -> None:
         need = -(-capacity // self._tokens_per_block) - len(self._table)
@@ -203,7 +204,9 @@ class ManagerV1(KVCacheManager):
         prefix_reuse: bool = True,
         device: str = "cpu",
         debug: bool = False,
+        core: str = "python",
     ) -> None:
+        """core: there is one only; a worker's setting may say otherwise, because it is V2's."""
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)

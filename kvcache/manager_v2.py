@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-from kvferry.core import BlockCounts, KVLayout
+from kvferry.core import BlockCounts, KVLayout, scope_digest
 from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool
-from kvferry.kvcache.cache_v2 import CacheV2
-from kvferry.kvcache.groups import LayerGroup, check_layouts
-from kvferry.kvcache.ledger_v2 import LedgerV2
+from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
+from kvferry.kvcache.core_v2 import CORES
+from kvferry.kvcache.groups import GroupRule, check_layouts
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
-from kvferry.kvcache.slots import SlotStore
 
 
 class ManagerV2(KVCacheManager):
     """Full attention, sliding windows, chunks and MLA latents, each group with slots of its own size.
 
     A prefix is reused as far as every group can serve it. Stale blocks of a window leave a cache at once and
-    stay findable until evicted.
+    stay findable until evicted. The books are kept by a core, `cpp` or `python`.
     """
 
     version = "V2"
-    core = "python"
 
     def __init__(
         self,
@@ -31,37 +30,53 @@ class ManagerV2(KVCacheManager):
         prefix_reuse: bool = True,
         device: str = "cpu",
         debug: bool = False,
+        core: str = "cpp",
     ) -> None:
+        build_core = CORES.get(core)
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
+        rules = [GroupRule.of(layout) for layout in layouts]
+        self.core = core
         self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
-        groups = [LayerGroup(index, layout, SlotStore(num_blocks)) for index, layout in enumerate(layouts)]
-        self._ledger = LedgerV2(groups, tokens_per_block, Pages(self._pools, debug), prefix_reuse)
+        self._shared = SharedV2(
+            ledger=build_core(rules, [num_blocks] * len(layouts), prefix_reuse),
+            pages=Pages(self._pools, debug),
+            layouts=tuple(layouts),
+            tokens_per_block=tokens_per_block,
+            reuse=prefix_reuse,
+            has_windows=not all(rule.keeps_all for rule in rules),
+        )
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
         return self._pools
 
     def match(self, scope: str, token_ids: Sequence[int]) -> int:
-        return len(self._ledger.tree.find(scope, token_ids, len(token_ids))) * self._ledger.tokens_per_block
+        if not self._shared.reuse:
+            return 0
+        return self._shared.ledger.match(scope_digest(scope), array("I", token_ids)) * self._shared.tokens_per_block
 
     def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0) -> KVCache:
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
-        tree = self._ledger.tree
-        return CacheV2(self._ledger, tree.root(scope), tree.find(scope, token_ids, max_reuse), priority)
+        tokens = array("I", token_ids[:max_reuse] if self._shared.reuse else ())
+        core = self._shared.ledger.open(scope_digest(scope), tokens, priority)
+        return CacheV2(self._shared, core, core.published * self._shared.tokens_per_block)
 
     def can_reserve(self, tokens: int) -> bool:
-        return all(group.layout.blocks_for(tokens) <= group.store.available for group in self._ledger.groups)
+        blocks = -(-tokens // self._shared.tokens_per_block)
+        return all(blocks <= self._shared.ledger.available(group) for group in range(len(self._pools)))
 
     def max_tokens(self) -> int:
-        return min(pool.num_blocks for pool in self._pools) * self._ledger.tokens_per_block
+        return min(pool.num_blocks for pool in self._pools) * self._shared.tokens_per_block
 
     def counts(self) -> BlockCounts:
-        return self._ledger.counts()
+        return BlockCounts(*self._shared.ledger.counts())
 
     def clear_reuse(self) -> None:
-        self._ledger.tree.clear()
+        self._shared.ledger.clear()
 
     def check_integrity(self) -> None:
-        self._ledger.check_integrity()
+        for cache in self._shared.caches:
+            cache.check_integrity()
+        self._shared.ledger.check_integrity()

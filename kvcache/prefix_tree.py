@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from kvferry.core import block_digest, scope_digest
-from kvferry.kvcache.groups import LayerGroup
+from kvferry.core import block_digest
+from kvferry.kvcache.slots import LayerGroup
 
 
 class Node:
@@ -42,30 +42,25 @@ class PrefixTree:
 
     def __init__(self, groups: Sequence[LayerGroup], tokens_per_block: int) -> None:
         self._groups = tuple(groups)
-        self._windows = tuple(group for group in groups if not group.keeps_all)
+        self._windows = tuple(group for group in groups if not group.rule.keeps_all)
         self._tokens_per_block = tokens_per_block
         self._roots: dict[bytes, Node] = {}
 
-    def root(self, scope: str) -> Node:
-        """The scope's root, made where there is none; it is dropped again with its last block."""
-        digest = scope_digest(scope)
-        node = self._roots.get(digest)
+    def root(self, scope: bytes) -> Node:
+        """The root of the scope with this digest, made where there is none; dropped again with its last block."""
+        node = self._roots.get(scope)
         if node is None:
-            node = Node(digest, None, [None] * len(self._groups), 0)
-            self._roots[digest] = node
+            node = Node(scope, None, [None] * len(self._groups), 0)
+            self._roots[scope] = node
         return node
 
-    def find(self, scope: str, token_ids: Sequence[int], max_tokens: int) -> list[Node]:
-        """The longest published prefix of at most `max_tokens` that every group can serve, first block first."""
-        node = self._roots.get(scope_digest(scope))
+    def find(self, scope: bytes, tokens: array[int]) -> list[Node]:
+        """The longest published prefix of `tokens` that every group can serve, first block first."""
+        node = self._roots.get(scope)
         path: list[Node] = []
-        if node is None:
-            return path
         size = self._tokens_per_block
-        stop = min(max_tokens, len(token_ids)) // size * size
-        packed = array("I", token_ids[:stop])
-        for start in range(0, stop, size):
-            node = node.children.get(block_digest(node.digest, packed[start : start + size]))
+        for start in range(0, len(tokens) - size + 1, size):
+            node = node and node.children.get(block_digest(node.digest, tokens[start : start + size]))
             if node is None:
                 break
             path.append(node)
@@ -81,7 +76,7 @@ class PrefixTree:
             served = True
             for which, group in enumerate(self._windows):
                 unbroken[which] = 0 if node.slots[group.index] is None else unbroken[which] + 1
-                needed = length - group.first_live_block(length * self._tokens_per_block)
+                needed = length - group.rule.first_live_block(length * self._tokens_per_block)
                 served = served and unbroken[which] >= needed
             if served:
                 usable = length
@@ -113,7 +108,7 @@ class PrefixTree:
         slot = group.store.cached.oldest()
         node = group.store.publication(slot)
         assert isinstance(node, Node)
-        if group.keeps_all:
+        if group.rule.keeps_all:
             self._forget_subtree(node)
         else:
             self._forget_slot(node, group)
@@ -128,7 +123,7 @@ class PrefixTree:
             )
             for group in self._groups:
                 slot = node.slots[group.index]
-                drop_window = not group.keeps_all and slot is not None and not group.store.used_by_cache(slot)
+                drop_window = not group.rule.keeps_all and slot is not None and not group.store.used_by_cache(slot)
                 if slot is not None and (drop_window or not used):
                     self._forget_slot(node, group)
             self._prune(node)
@@ -182,6 +177,6 @@ class PrefixTree:
                     published[group.index] += 1
                     assert group.store.publication(slot) is node, "slot and node disagree"
                 else:
-                    assert not group.keeps_all or node.parent is None, "a block lost one of its slots"
+                    assert not group.rule.keeps_all or node.parent is None, "a block lost one of its slots"
         for group in self._groups:
             assert published[group.index] == group.store.num_published, "a published slot is in no node"

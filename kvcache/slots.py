@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.kvcache.eviction import EvictionQueue
 from kvferry.kvcache.free_slots import FreeSlots
+from kvferry.kvcache.groups import GroupRule
 
 
 class Publication(Protocol):
@@ -130,3 +132,12 @@ class SlotStore:
         assert not set(free) & self._published.keys(), "a free slot is still published"
         assert all(count <= self._holders[slot] for slot, count in self._pins.items())
         assert all(self._holders[slot] for slot in self._quarantined)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerGroup:
+    """One layer group's rule and the books of its pool."""
+
+    index: int
+    rule: GroupRule
+    store: SlotStore

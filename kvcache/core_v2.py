@@ -1,0 +1,105 @@
+"""The seam between manager V2 and its bookkeeping core, which exists twice: in C++ and, as the oracle, in Python.
+
+A core knows slots, digests and priorities, never memory or request lengths. Both cores take identical decisions on
+identical sequences of calls: the same digests, slots, evictions, down to the order of the free list. Misuse is our
+bug and raises AssertionError.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvferry.core import Registry
+from kvferry.kvcache.groups import GroupRule
+
+
+class CoreHold(Protocol):
+    """Slots kept beyond their cache's life."""
+
+    @property
+    def slots(self) -> Sequence[Sequence[int]]:
+        """Per layer group, in token order."""
+
+    @property
+    def first_blocks(self) -> Sequence[int]:
+        """Per layer group, the block index of the first slot."""
+
+    def release(self) -> None: ...
+
+
+class CoreCache(Protocol):
+    """One request's block tables. Sizes are in blocks; the first `published` ones are in the prefix index."""
+
+    @property
+    def published(self) -> int: ...
+
+    def first_block(self, group: int) -> int: ...
+
+    def table(self, group: int) -> Sequence[int]:
+        """A view that changes with the cache."""
+
+    def shortage(self, blocks: int) -> tuple[int, int, int] | None:
+        """(group, needed, available) of the first group that cannot grow to `blocks` blocks."""
+
+    def grow(self, blocks: int) -> Sequence[Sequence[int]]:
+        """Gets the slots that are missing, evicting what it must; the new ones of each group. Ask `shortage` first."""
+
+    def advance(self, before: int, history: int) -> None:
+        """History rose: lets go of what no later token needs and nobody can publish any more."""
+
+    def publish(self, tokens: array[int], blocks: int, history: int) -> None:
+        """Publishes the blocks below index `blocks`; `tokens` (u32) are those of the unpublished ones among them."""
+
+    def pin(self, blocks: int) -> CoreHold:
+        """Keeps the first `blocks` blocks for readers."""
+
+    def quarantine(self) -> CoreHold:
+        """Ends the cache and keeps its unpublished blocks from everybody."""
+
+    def close(self) -> None: ...
+
+    def check_integrity(self, history: int, blocks: int) -> None: ...
+
+
+class CoreLedger(Protocol):
+    """The books of all pools. scope: the root digest of a request's prefixes; tokens: u32."""
+
+    def open(self, scope: bytes, tokens: array[int], priority: int) -> CoreCache:
+        """A cache that starts with the longest published prefix of `tokens`."""
+
+    def match(self, scope: bytes, tokens: array[int]) -> int:
+        """Blocks of the longest prefix every group can serve."""
+
+    def available(self, group: int) -> int: ...
+
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """total, free, cached, pinned, quarantined."""
+
+    def clear(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+
+CoreBuilder = Callable[[Sequence[GroupRule], Sequence[int], bool], CoreLedger]
+"""(rule and number of slots of each layer group, whether anything is published)."""
+
+CORES: Registry[CoreBuilder] = Registry("KV cache core", "kv_cache.core")
+
+
+def _cpp(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool) -> CoreLedger:
+    from kvferry.kvcache.native import core
+
+    groups = [(rule.keeps.value, rule.window, slots) for rule, slots in zip(rules, num_slots, strict=True)]
+    return core.Ledger(groups, rules[0].tokens_per_block, reuse)
+
+
+def _python(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool) -> CoreLedger:
+    from kvferry.kvcache.python_core import PythonLedger
+
+    return PythonLedger(rules, num_slots, reuse)
+
+
+CORES.register("cpp", _cpp)
+CORES.register("python", _python)

@@ -1,0 +1,1 @@
+"""Manager V2's bookkeeping core in C++; `core` is built with the package."""

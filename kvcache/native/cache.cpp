@@ -1,0 +1,171 @@
+#include "cache.h"
+
+#include <algorithm>
+
+#include "checks.h"
+
+namespace kvferry {
+
+Cache::Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priority priority)
+    : ledger_(ledger),
+      priority_(priority),
+      published_(static_cast<std::int64_t>(path.size())),
+      tip_(path.empty() ? root : path.back()),
+      tables_(ledger.groups_.size()) {
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    LayerGroup& rule = ledger_.groups_[group];
+    first_.push_back(rule.first_live_block(published_ * ledger_.tokens_per_block_, ledger_.tokens_per_block_));
+    for (auto index = static_cast<std::size_t>(first_[group]); index < path.size(); ++index) {
+      const Slot slot = path[index]->slots[group];
+      ensure(slot != kNone, "the prefix found has a gap");
+      rule.store.hold(slot);
+      tables_[group].push_back(slot);
+    }
+  }
+  for (Node* node : path) node->priority = std::max(node->priority, priority);
+  ledger_.tree_.lock(tip_);
+}
+
+std::vector<Slot> Cache::needs(std::int64_t blocks) const {
+  std::vector<Slot> needs;
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const std::int64_t missing = blocks - first_[group] - static_cast<std::int64_t>(tables_[group].size());
+    needs.push_back(static_cast<Slot>(std::max<std::int64_t>(0, missing)));
+  }
+  return needs;
+}
+
+std::optional<Shortage> Cache::shortage(std::int64_t blocks) const { return ledger_.shortage(needs(blocks)); }
+
+Slots Cache::grow(std::int64_t blocks) {
+  std::vector<std::optional<Slot>> after;
+  for (const auto& table : tables_) after.push_back(table.empty() ? std::nullopt : std::optional(table.back()));
+  Slots taken = ledger_.allocate(needs(blocks), after);
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    tables_[group].insert(tables_[group].end(), taken[group].begin(), taken[group].end());
+  }
+  return taken;
+}
+
+// A window's blocks that filled and went stale in this very step stay until they could be committed: another request
+// may fork off in the middle of this prompt and needs the window as it was there.
+void Cache::advance(std::int64_t before, std::int64_t history) {
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const LayerGroup& rule = ledger_.groups_[group];
+    if (rule.keeps_all()) continue;
+    std::int64_t live = rule.first_live_block(history, ledger_.tokens_per_block_);
+    if (ledger_.reuse_) {
+      live = std::max(rule.first_live_block(before, ledger_.tokens_per_block_), std::min(live, published_));
+    }
+    drop_before(group, live);
+  }
+}
+
+void Cache::publish(Tokens tokens, std::int64_t blocks, std::int64_t history) {
+  const auto size = static_cast<std::size_t>(ledger_.tokens_per_block_);
+  ensure(tokens.size() == size * static_cast<std::size_t>(blocks - published_), "the tokens do not fit the blocks");
+  Node* tip = tip_;
+  std::vector<Slot> mine(tables_.size());
+  for (std::int64_t index = published_; index < blocks; ++index, tokens = tokens.subspan(size)) {
+    for (std::size_t group = 0; group < tables_.size(); ++group) {
+      mine[group] = index >= first_[group] ? tables_[group].at(index - first_[group]) : kNone;
+    }
+    tip = ledger_.tree_.publish(tip, tokens.first(size), mine, priority_);
+    swap(index, mine, tip);
+  }
+  ledger_.tree_.lock(tip);
+  ledger_.tree_.unlock(tip_);
+  tip_ = tip;
+  published_ = blocks;
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const LayerGroup& rule = ledger_.groups_[group];
+    if (!rule.keeps_all()) drop_before(group, rule.first_live_block(history, ledger_.tokens_per_block_));
+  }
+}
+
+// Where another request published this block first: uses its copy, gives ours back (a pin may still keep it).
+void Cache::swap(std::int64_t index, const std::vector<Slot>& mine, const Node* node) {
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const Slot theirs = node->slots[group];
+    if (mine[group] == kNone || theirs == kNone || mine[group] == theirs) continue;
+    SlotStore& store = ledger_.groups_[group].store;
+    store.hold(theirs);
+    tables_[group][index - first_[group]] = theirs;
+    store.drop(mine[group]);
+  }
+}
+
+void Cache::drop_before(std::size_t group, std::int64_t live) {
+  const std::int64_t stale = live - first_[group];
+  if (stale <= 0) return;
+  auto& table = tables_[group];
+  const auto gone = static_cast<std::size_t>(std::min<std::int64_t>(stale, static_cast<std::int64_t>(table.size())));
+  for (std::size_t index = gone; index-- > 0;) ledger_.groups_[group].store.drop(table[index]);
+  table.erase(table.begin(), table.begin() + static_cast<std::ptrdiff_t>(gone));
+  first_[group] = live;
+}
+
+std::shared_ptr<Hold> Cache::pin(std::int64_t blocks) {
+  Slots kept;
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const auto& table = tables_[group];
+    const auto size = static_cast<std::int64_t>(table.size());
+    const std::int64_t count = std::clamp<std::int64_t>(blocks - first_[group], 0, size);
+    kept.emplace_back(table.begin(), table.begin() + count);
+  }
+  auto hold = std::make_shared<Hold>(ledger_, Hold::Kind::kPinned, std::move(kept), first_);
+  ledger_.holds_.insert(hold);
+  return hold;
+}
+
+std::shared_ptr<Hold> Cache::quarantine() {
+  Slots kept;
+  std::vector<std::int64_t> starts;
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    auto& table = tables_[group];
+    starts.push_back(std::max(first_[group], published_));
+    const auto cut = table.begin() + std::min(starts[group] - first_[group], static_cast<std::int64_t>(table.size()));
+    kept.emplace_back(cut, table.end());
+    table.erase(cut, table.end());
+  }
+  auto hold = std::make_shared<Hold>(ledger_, Hold::Kind::kQuarantined, std::move(kept), std::move(starts));
+  ledger_.holds_.insert(hold);
+  close();
+  return hold;
+}
+
+void Cache::close() {
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    auto& table = tables_[group];
+    for (auto slot = table.rbegin(); slot != table.rend(); ++slot) ledger_.groups_[group].store.drop(*slot);
+    table.clear();
+  }
+  ledger_.tree_.unlock(tip_);
+  ensure(ledger_.caches_.erase(shared_from_this()) == 1, "a cache was closed twice");
+}
+
+void Cache::check_integrity(std::int64_t history, std::int64_t blocks) const {
+  std::vector<const Node*> path;
+  for (const Node* node = tip_; !ledger_.tree_.is_root(node); node = node->parent) path.push_back(node);
+  std::reverse(path.begin(), path.end());
+  ensure(static_cast<std::int64_t>(path.size()) == published_, "the published path has another length");
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const LayerGroup& rule = ledger_.groups_[group];
+    const auto& table = tables_[group];
+    const auto first = static_cast<std::size_t>(first_[group]);
+    ensure(first + table.size() == std::max(static_cast<std::size_t>(blocks), first),
+           "a group holds too many or too few blocks");
+    ensure(first_[group] <= rule.first_live_block(history, ledger_.tokens_per_block_),
+           "a block that is still needed was dropped");
+    ensure(first == 0 || !rule.keeps_all(), "a group that keeps all blocks dropped one");
+    for (std::size_t index = 0; index < table.size(); ++index) {
+      if (first + index < path.size()) {
+        ensure(path[first + index]->slots[group] == table[index], "a committed block is not the published one");
+      } else {
+        ensure(rule.store.publication(table[index]) == nullptr, "an uncommitted block is published");
+      }
+    }
+  }
+}
+
+}  // namespace kvferry

@@ -1,0 +1,48 @@
+// One request's block tables.
+#pragma once
+
+#include "ledger.h"
+
+namespace kvferry {
+
+// Blocks below index published() are in the tree under tip_ and its ancestors, and are only read; those behind belong
+// to this cache alone. A window's table starts at first_block(group), which rises as blocks go stale.
+class Cache : public std::enable_shared_from_this<Cache> {
+ public:
+  // path: the published prefix to start with. Its blocks are held from here on.
+  Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priority priority);
+
+  std::int64_t published() const { return published_; }
+  std::int64_t first_block(std::size_t group) const { return first_.at(group); }
+  const std::vector<Slot>& table(std::size_t group) const { return tables_.at(group); }
+
+  // What stands in the way of growing to `blocks` blocks, if anything does.
+  std::optional<Shortage> shortage(std::int64_t blocks) const;
+  // Gets the missing blocks (check `shortage` first), evicting what it must; returns the new slots.
+  Slots grow(std::int64_t blocks);
+  // History rose from `before`: lets go of what no later token needs and nobody can publish any more.
+  void advance(std::int64_t before, std::int64_t history);
+  // Publishes the blocks [published(), blocks); `tokens` are theirs.
+  void publish(Tokens tokens, std::int64_t blocks, std::int64_t history);
+  // Keeps the first `blocks` blocks for readers.
+  std::shared_ptr<Hold> pin(std::int64_t blocks);
+  // Ends the cache and keeps its unpublished blocks from everybody.
+  std::shared_ptr<Hold> quarantine();
+  void close();
+
+  void check_integrity(std::int64_t history, std::int64_t blocks) const;
+
+ private:
+  std::vector<Slot> needs(std::int64_t blocks) const;
+  void swap(std::int64_t index, const std::vector<Slot>& mine, const Node* node);
+  void drop_before(std::size_t group, std::int64_t live);
+
+  Ledger& ledger_;
+  Priority priority_;
+  std::int64_t published_;
+  Node* tip_;
+  std::vector<std::int64_t> first_;
+  Slots tables_;
+};
+
+}  // namespace kvferry

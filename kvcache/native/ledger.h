@@ -1,0 +1,81 @@
+// The bookkeeping core of manager V2: who owns which blocks. No memory in here; the same decisions as the Python core.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_set>
+#include <vector>
+
+#include "prefix_tree.h"
+
+namespace kvferry {
+
+class Cache;
+class Hold;
+using Slots = std::vector<std::vector<Slot>>;  // per layer group
+
+// One pool's rule and size.
+struct GroupSpec {
+  LayerGroup::Keeps keeps;
+  std::int64_t window;
+  Slot num_slots;
+};
+
+struct Counts {
+  std::size_t total = 0, free = 0, cached = 0, pinned = 0, quarantined = 0;
+};
+
+// The first layer group that cannot give what is asked of it.
+struct Shortage {
+  std::size_t group;
+  Slot needed;
+  Slot available;
+};
+
+class Ledger {
+ public:
+  Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_block, bool reuse);
+  Ledger(const Ledger&) = delete;
+
+  std::shared_ptr<Cache> open(const Digest& scope, Tokens tokens, Priority priority);
+  std::size_t match(const Digest& scope, Tokens tokens) { return tree_.find(scope, tokens).size(); }
+  Slot available(std::size_t group) const { return groups_.at(group).store.available(); }
+  Counts counts() const;
+  void clear() { tree_.clear(); }
+  void check_integrity() const;
+
+ private:
+  friend class Cache;
+  friend class Hold;
+
+  std::optional<Shortage> shortage(const std::vector<Slot>& needs) const;
+  Slots allocate(const std::vector<Slot>& needs, const std::vector<std::optional<Slot>>& after);
+
+  std::vector<LayerGroup> groups_;
+  std::int64_t tokens_per_block_;
+  bool reuse_;
+  PrefixTree tree_;
+  std::unordered_set<std::shared_ptr<Cache>> caches_;
+  std::unordered_set<std::shared_ptr<Hold>> holds_;
+};
+
+// Slots kept beyond their cache's life.
+class Hold : public std::enable_shared_from_this<Hold> {
+ public:
+  enum class Kind { kPinned, kQuarantined };
+
+  Hold(Ledger& ledger, Kind kind, Slots slots, std::vector<std::int64_t> first_blocks);
+  const Slots& slots() const { return slots_; }
+  const std::vector<std::int64_t>& first_blocks() const { return first_blocks_; }
+  void release();
+
+ private:
+  Ledger& ledger_;
+  Kind kind_;
+  Slots slots_;
+  std::vector<std::int64_t> first_blocks_;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,87 @@
+// The prefix index: a tree of published blocks whose roots are the scopes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "sha256.h"
+#include "slots.h"
+
+namespace kvferry {
+
+using Tokens = std::span<const std::uint32_t>;
+
+// A layer group's rule of what it still needs, and the books of its pool.
+struct LayerGroup {
+  enum class Keeps { kAll, kWindow, kChunk };
+
+  Keeps keeps;
+  std::int64_t window;  // tokens; unused where everything is kept
+  SlotStore store;
+
+  bool keeps_all() const { return keeps == Keeps::kAll; }
+  // Index of the first block that the token at position `history`, or a later one, can look at.
+  std::int64_t first_live_block(std::int64_t history, std::int64_t tokens_per_block) const;
+};
+
+// One published block of every layer group, under the digest of the whole prefix that ends with it.
+// slots: per group, kNone where that group holds it no more. locks: caches whose newest committed block this is.
+// Children are a list in order of arrival, because the order in which they are forgotten decides which slots are
+// taken next.
+struct Node {
+  Digest digest;
+  Node* parent = nullptr;
+  Node* first_child = nullptr;
+  Node* last_child = nullptr;
+  Node* before = nullptr;
+  Node* behind = nullptr;
+  std::vector<Slot> slots;
+  Priority priority = 0;
+  std::int32_t locks = 0;
+
+  bool empty() const;
+};
+
+// Finds, publishes and forgets blocks; the same decisions as PrefixTree in Python.
+class PrefixTree {
+ public:
+  PrefixTree(std::vector<LayerGroup>& groups, std::int64_t tokens_per_block);
+  PrefixTree(const PrefixTree&) = delete;
+
+  // The scope's root, made where there is none; it is dropped again with its last block.
+  Node* root(const Digest& scope);
+  // The longest published prefix of at most tokens.size() that every group can serve, first block first.
+  std::vector<Node*> find(const Digest& scope, Tokens tokens);
+  // The child of `parent` that holds `tokens`, made of `slots` as far as it lacks any.
+  Node* publish(Node* parent, Tokens tokens, const std::vector<Slot>& slots, Priority priority);
+  void lock(Node* node) { ++node->locks; }
+  void unlock(Node* node);
+  // Frees the slot of `group` that is next in turn.
+  void evict(std::size_t group);
+  // Forgets every block that no cache uses, and what only pins keep.
+  void clear();
+  bool is_root(const Node* node) const { return node->parent == &top_; }
+  void check_integrity() const;
+
+ private:
+  std::size_t usable(const std::vector<Node*>& path) const;
+  void forget_subtree(Node* top);
+  void forget_slot(Node* node, std::size_t group);
+  void prune(Node* node);
+  Node* insert(Node* parent, const Digest& digest, Priority priority);
+  void erase(Node* node);
+  std::vector<Node*> walk() const;  // parents before children
+
+  std::vector<LayerGroup>& groups_;
+  std::vector<std::size_t> windows_;
+  std::int64_t tokens_per_block_;
+  Node top_;  // its children are the roots
+  // Digests name whole prefixes, scope included, so one table serves all parents.
+  std::unordered_map<Digest, Node, DigestHash> nodes_;
+};
+
+Digest block_digest(const Digest& parent, Tokens tokens);
+
+}  // namespace kvferry

@@ -1,0 +1,159 @@
+"""One request's block tables in the Python core."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvferry.core import block_digest
+from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold
+from kvferry.kvcache.prefix_tree import Node
+from kvferry.kvcache.slots import LayerGroup
+
+if TYPE_CHECKING:
+    from kvferry.kvcache.python_core import PythonLedger
+
+
+class PythonCache:
+    """A `CoreCache`. Blocks below index `_published` are in the tree under `_tip` and its ancestors, and are only
+    read; those behind belong to this cache alone. A window's table starts at `_first`, which rises as blocks go stale.
+    """
+
+    def __init__(self, ledger: PythonLedger, root: Node, path: Sequence[Node], priority: int) -> None:
+        """path: the published prefix to start with. Its blocks are held from here on."""
+        self._ledger = ledger
+        self._priority = priority
+        self._published = len(path)
+        self._tip = path[-1] if path else root
+        history = len(path) * ledger.tokens_per_block
+        self._first = [group.rule.first_live_block(history) for group in ledger.groups]
+        self._tables = [
+            _hold_path(group, path[first:]) for group, first in zip(ledger.groups, self._first, strict=True)
+        ]
+        for node in path:
+            node.priority = max(node.priority, priority)
+        self._windows = tuple(group for group in ledger.groups if not group.rule.keeps_all)
+        ledger.tree.lock(self._tip)
+        ledger.caches.add(self)
+
+    @property
+    def published(self) -> int:
+        return self._published
+
+    def first_block(self, group: int) -> int:
+        return self._first[group]
+
+    def table(self, group: int) -> Sequence[int]:
+        return self._tables[group]
+
+    def shortage(self, blocks: int) -> tuple[int, int, int] | None:
+        return self._ledger.shortage(self._needs(blocks))
+
+    def grow(self, blocks: int) -> Sequence[Sequence[int]]:
+        after = [table[-1] if table else None for table in self._tables]
+        taken = self._ledger.allocate(self._needs(blocks), after)
+        for table, slots in zip(self._tables, taken, strict=True):
+            table.extend(slots)
+        return taken
+
+    def _needs(self, blocks: int) -> list[int]:
+        return [max(0, blocks - first - len(table)) for table, first in zip(self._tables, self._first, strict=True)]
+
+    def advance(self, before: int, history: int) -> None:
+        """A window's blocks that filled and went stale in this very step stay until they could be committed:
+        another request may fork off in the middle of this prompt and needs the window as it was there."""
+        for group in self._windows:
+            live = group.rule.first_live_block(history)
+            if self._ledger.reuse:
+                live = max(group.rule.first_live_block(before), min(live, self._published))
+            self._drop_before(group, live)
+
+    def publish(self, tokens: array[int], blocks: int, history: int) -> None:
+        size, tree, tip = self._ledger.tokens_per_block, self._ledger.tree, self._tip
+        assert len(tokens) == (blocks - self._published) * size, "the tokens do not fit the blocks"
+        for index in range(self._published, blocks):
+            at = (index - self._published) * size
+            mine = [
+                table[index - first] if index >= first else None
+                for table, first in zip(self._tables, self._first, strict=True)
+            ]
+            tip = tree.publish(tip, block_digest(tip.digest, tokens[at : at + size]), mine, self._priority)
+            self._swap(index, mine, tip)
+        tree.lock(tip)
+        tree.unlock(self._tip)
+        self._tip, self._published = tip, blocks
+        for group in self._windows:
+            self._drop_before(group, group.rule.first_live_block(history))
+
+    def _swap(self, index: int, mine: Sequence[int | None], node: Node) -> None:
+        """Another request published this block first: use its copy, give ours back (a pin may still keep it)."""
+        for group, slot, theirs in zip(self._ledger.groups, mine, node.slots, strict=True):
+            if slot is not None and theirs is not None and slot != theirs:
+                group.store.hold(theirs)
+                self._tables[group.index][index - self._first[group.index]] = theirs
+                group.store.drop(slot)
+
+    def _drop_before(self, group: LayerGroup, live: int) -> None:
+        """Lets go of the blocks of `group` below index `live`."""
+        stale = live - self._first[group.index]
+        if stale > 0:
+            table = self._tables[group.index]
+            for slot in table[:stale][::-1]:
+                group.store.drop(slot)
+            del table[:stale]
+            self._first[group.index] = live
+
+    def pin(self, blocks: int) -> SlotHold:
+        parts = [table[: max(0, blocks - first)] for table, first in zip(self._tables, self._first, strict=True)]
+        return self._keep(HoldKind.PINNED, parts, self._first)
+
+    def quarantine(self) -> SlotHold:
+        starts = [max(first, self._published) for first in self._first]
+        parts = []
+        for table, first, start in zip(self._tables, self._first, starts, strict=True):
+            parts.append(table[start - first :])
+            del table[start - first :]
+        hold = self._keep(HoldKind.QUARANTINED, parts, starts)
+        self.close()
+        return hold
+
+    def _keep(self, kind: HoldKind, parts: Sequence[list[int]], first_blocks: Sequence[int]) -> SlotHold:
+        groups = self._ledger.groups
+        held = tuple(HeldSlots(group.store, slots) for group, slots in zip(groups, parts, strict=True))
+        return SlotHold(kind, held, first_blocks, self._ledger.holds)
+
+    def close(self) -> None:
+        for group, table in zip(self._ledger.groups, self._tables, strict=True):
+            for slot in reversed(table):
+                group.store.drop(slot)
+            table.clear()
+        self._ledger.tree.unlock(self._tip)
+        self._ledger.caches.remove(self)
+
+    def check_integrity(self, history: int, blocks: int) -> None:
+        path: list[Node] = []
+        node: Node | None = self._tip
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        assert len(path) == self._published
+        for group, table, first in zip(self._ledger.groups, self._tables, self._first, strict=True):
+            assert first + len(table) == max(blocks, first), "a group holds too many or too few blocks"
+            assert first <= group.rule.first_live_block(history), "a block that is still needed was dropped"
+            assert first == 0 or not group.rule.keeps_all
+            for node, slot in zip(path[first:], table, strict=False):
+                assert node.slots[group.index] == slot, "a committed block is not the published one"
+            for slot in table[max(0, len(path) - first) :]:
+                assert group.store.publication(slot) is None, "an uncommitted block is published"
+
+
+def _hold_path(group: LayerGroup, path: Sequence[Node]) -> list[int]:
+    table = []
+    for node in path:
+        slot = node.slots[group.index]
+        assert slot is not None, "the prefix found has a gap"
+        group.store.hold(slot)
+        table.append(slot)
+    return table

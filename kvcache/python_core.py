@@ -1,0 +1,91 @@
+"""V2's bookkeeping core in Python: readable, and the oracle the C++ core is compared with. No tensor in here."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.kvcache.groups import GroupRule
+from kvferry.kvcache.holds import SlotHold
+from kvferry.kvcache.prefix_tree import PrefixTree
+from kvferry.kvcache.python_cache import PythonCache
+from kvferry.kvcache.slots import LayerGroup, SlotStore
+
+
+@dataclass(slots=True, init=False)
+class PythonLedger:
+    """A `CoreLedger`. reuse False: nothing is published, so a window's blocks leave as soon as they are stale."""
+
+    groups: tuple[LayerGroup, ...]
+    tokens_per_block: int
+    reuse: bool
+    tree: PrefixTree
+    caches: set[PythonCache]
+    holds: set[SlotHold]
+
+    def __init__(self, rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool) -> None:
+        self.groups = tuple(
+            LayerGroup(index, rule, SlotStore(slots))
+            for index, (rule, slots) in enumerate(zip(rules, num_slots, strict=True))
+        )
+        self.tokens_per_block = rules[0].tokens_per_block
+        self.reuse = reuse
+        self.tree = PrefixTree(self.groups, self.tokens_per_block)
+        self.caches = set()
+        self.holds = set()
+
+    def open(self, scope: bytes, tokens: array[int], priority: int) -> PythonCache:
+        return PythonCache(self, self.tree.root(scope), self.tree.find(scope, tokens), priority)
+
+    def match(self, scope: bytes, tokens: array[int]) -> int:
+        return len(self.tree.find(scope, tokens))
+
+    def available(self, group: int) -> int:
+        return self.groups[group].store.available
+
+    def shortage(self, needs: Sequence[int]) -> tuple[int, int, int] | None:
+        for group, need in zip(self.groups, needs, strict=True):
+            if need > group.store.available:
+                return group.index, need, group.store.available
+        return None
+
+    def allocate(self, needs: Sequence[int], after: Sequence[int | None]) -> list[list[int]]:
+        """needs[g] slots of each group, behind slot after[g] where that is free; evicts what it must.
+
+        Evicting for one group never costs another one availability: what it takes along there was not in use either.
+        """
+        taken = []
+        for group, need, slot in zip(self.groups, needs, after, strict=True):
+            while len(group.store.free) < need:
+                self.tree.evict(group)
+            taken.append(group.store.take(need, slot))
+        return taken
+
+    def counts(self) -> tuple[int, int, int, int, int]:
+        stores = [group.store for group in self.groups]
+        return (
+            sum(store.num_slots for store in stores),
+            sum(store.available for store in stores),
+            sum(len(store.cached) for store in stores),
+            sum(store.pinned for store in stores),
+            sum(store.quarantined for store in stores),
+        )
+
+    def clear(self) -> None:
+        self.tree.clear()
+
+    def check_integrity(self) -> None:
+        for group in self.groups:
+            holders: dict[int, int] = {}
+            for cache in self.caches:
+                _count(holders, cache.table(group.index))
+            for hold in self.holds:
+                _count(holders, hold.slots[group.index])
+            group.store.check_integrity(holders)
+        self.tree.check_integrity()
+
+
+def _count(counted: dict[int, int], slots: Sequence[int]) -> None:
+    for slot in slots:
+        counted[slot] = counted.get(slot, 0) + 1
