@@ -44,7 +44,10 @@ class EvictionQueue {
   }
 
   // The slot to evict next; it stays in the queue.
-  Slot oldest() const { return buckets_.begin()->second.oldest; }
+  Slot oldest() const {
+    ensure(!buckets_.empty(), "nothing is cached that could be evicted");
+    return buckets_.begin()->second.oldest;
+  }
 
  private:
   struct Link {

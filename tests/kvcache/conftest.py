@@ -13,23 +13,35 @@ MakeManager = Callable[..., KVCacheManager]
 Serve = Callable[..., KVCache]
 
 
-@pytest.fixture(params=["V1", "V2"])
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=[("V1", "python"), ("V2", "cpp"), ("V2", "python")], ids=lambda pair: "-".join(pair))
+def implementation(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Version and core of every manager there is."""
+    pair: tuple[str, str] = request.param
+    return pair
 
 
 @pytest.fixture
-def make_manager(version: str) -> MakeManager:
+def version(implementation: tuple[str, str]) -> str:
+    return implementation[0]
+
+
+@pytest.fixture
+def core(implementation: tuple[str, str]) -> str:
+    return implementation[1]
+
+
+@pytest.fixture
+def make_manager(version: str, core: str) -> MakeManager:
     """make_manager(blocks, window=None, tokens_per_block=4, **settings): a full group, and a window group if asked."""
 
     def make(
-        blocks: int, *, window: int | None = None, tokens_per_block: int = 4, kind: str = version, debug: bool = False
+        blocks: int, *, window: int | None = None, tokens_per_block: int = 4, debug: bool = False, reuse: bool = True
     ) -> KVCacheManager:
         layouts = [KVLayout(GroupKind.FULL, (0, 1), 1, 2, tokens_per_block=tokens_per_block)]
         if window is not None:
             layouts.append(KVLayout(GroupKind.WINDOW, (2,), 1, 2, tokens_per_block=tokens_per_block, window=window))
         nbytes = blocks * sum(layout.slot_nbytes for layout in layouts)
-        return create_manager(kind, layouts, nbytes, debug=debug)
+        return create_manager(version, layouts, nbytes, prefix_reuse=reuse, debug=debug, core=core)
 
     return make
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.kvcache import CacheStateError, KVCache, KVCacheManager, OutOfBlocksError, create_manager
+from kvferry.kvcache import CacheStateError, KVCache, KVCacheManager, OutOfBlocksError
 
 MakeManager = Callable[..., KVCacheManager]
 Serve = Callable[..., KVCache]
@@ -273,9 +273,8 @@ def test_lower_priority_is_evicted_first(make_manager: MakeManager, serve: Serve
     assert [manager.match("", [n] * 8) for n in (1, 2, 3)] == [8, 0, 0]
 
 
-def test_reuse_can_be_switched_off(version: str, make_manager: MakeManager, serve: Serve) -> None:
-    layouts = [pool.layout for pool in make_manager(8, window=6).pools]
-    manager = create_manager(version, layouts, 8 * sum(layout.slot_nbytes for layout in layouts), prefix_reuse=False)
+def test_reuse_can_be_switched_off(make_manager: MakeManager, serve: Serve) -> None:
+    manager = make_manager(8, window=6, reuse=False)
     cache = serve(manager, PROMPT)
     assert cache.committed == 0
     hold = cache.quarantine()

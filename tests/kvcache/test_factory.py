@@ -12,12 +12,24 @@ from kvferry.kvcache import MANAGERS, create_manager
 FULL = KVLayout(GroupKind.FULL, (0, 1), 2, 8)
 
 
-def test_versions_say_who_they_are() -> None:
-    for version in MANAGERS:
-        manager = create_manager(version, [FULL], 1 << 20)
-        assert (manager.version, manager.core) == (version, "python")
-        assert manager.pools[0].layout == FULL
-        assert manager.counts().total == (1 << 20) // FULL.slot_nbytes
+def test_managers_say_who_they_are(version: str, core: str) -> None:
+    manager = create_manager(version, [FULL], 1 << 20, core=core)
+    assert (manager.version, manager.core) == (version, core)
+    assert manager.pools[0].layout == FULL
+    assert manager.counts().total == (1 << 20) // FULL.slot_nbytes
+
+
+def test_the_cpp_core_is_the_default_where_there_is_one() -> None:
+    assert {version: create_manager(version, [FULL], 1 << 20).core for version in MANAGERS} == {
+        "V1": "python",
+        "V2": "cpp",
+    }
+
+
+def test_an_unknown_core_lists_the_choices() -> None:
+    with pytest.raises(ConfigError, match="cpp, python") as caught:
+        create_manager("V2", [FULL], 1 << 20, core="rust")
+    assert caught.value.field == "kv_cache.core"
 
 
 def test_an_unknown_version_lists_the_choices() -> None:

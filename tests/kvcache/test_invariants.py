@@ -69,6 +69,7 @@ class Held:
 
 class ManagerMachine(RuleBasedStateMachine):
     version: ClassVar[str]
+    core: ClassVar[str] = "cpp"
     layouts: ClassVar[tuple[KVLayout, ...]]
     drops_stale: ClassVar[bool] = False
     debug: ClassVar[bool] = False
@@ -76,7 +77,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         nbytes = BLOCKS * sum(layout.slot_nbytes for layout in self.layouts)
-        self.manager = create_manager(self.version, self.layouts, nbytes, debug=self.debug)
+        self.manager = create_manager(self.version, self.layouts, nbytes, debug=self.debug, core=self.core)
         self.start = self.manager.counts()
         self.live: list[Live] = []
         self.closed: list[KVCache] = []
@@ -394,6 +395,10 @@ class V2Machine(ManagerMachine):
     drops_stale = True
 
 
+class V2PythonMachine(V2Machine):
+    core = "python"
+
+
 class V2UniformMachine(ManagerMachine):
     version = "V2"
     layouts = (FULL, MLA)
@@ -406,7 +411,7 @@ class V2WindowsOnlyMachine(ManagerMachine):
     drops_stale = True
 
 
-@pytest.mark.parametrize("machine", [V1Machine, V2Machine, V2UniformMachine, V2WindowsOnlyMachine])
+@pytest.mark.parametrize("machine", [V1Machine, V2Machine, V2PythonMachine, V2UniformMachine, V2WindowsOnlyMachine])
 def test_every_step_keeps_the_invariants(machine: type[ManagerMachine]) -> None:
     run_state_machine_as_test(
         machine,

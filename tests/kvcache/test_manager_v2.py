@@ -16,8 +16,16 @@ WINDOW = KVLayout(GroupKind.WINDOW, (1,), 1, 1, tokens_per_block=4, window=8)
 CHUNKED = KVLayout(GroupKind.CHUNKED, (1,), 1, 1, tokens_per_block=4, window=16)
 
 
-def manager_of(*layouts: KVLayout, blocks: int = 16) -> KVCacheManager:
-    return create_manager("V2", layouts, blocks * sum(layout.slot_nbytes for layout in layouts))
+ManagerOf = Callable[..., KVCacheManager]
+
+
+@pytest.fixture(params=["cpp", "python"])
+def manager_of(request: pytest.FixtureRequest) -> ManagerOf:
+    def make(*layouts: KVLayout, blocks: int = 16) -> KVCacheManager:
+        nbytes = blocks * sum(layout.slot_nbytes for layout in layouts)
+        return create_manager("V2", layouts, nbytes, core=request.param)
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,9 @@ def manager_of(*layouts: KVLayout, blocks: int = 16) -> KVCacheManager:
         (CHUNKED, 40, 8),
     ],
 )
-def test_stale_blocks_leave_when_history_passes_them(layout: KVLayout, history: int, first: int) -> None:
+def test_stale_blocks_leave_when_history_passes_them(
+    manager_of: ManagerOf, layout: KVLayout, history: int, first: int
+) -> None:
     manager = manager_of(FULL, layout)
     cache = manager.open("", PROMPT, max_reuse=0)
     cache.reserve(40)
@@ -43,7 +53,7 @@ def test_stale_blocks_leave_when_history_passes_them(layout: KVLayout, history: 
     assert (cache.first_block(1), len(cache.block_table(1))) == (first, 10 - first)
 
 
-def test_a_window_never_committed_is_dropped_a_step_later() -> None:
+def test_a_window_never_committed_is_dropped_a_step_later(manager_of: ManagerOf) -> None:
     manager = manager_of(FULL, WINDOW)
     cache = manager.open("", PROMPT, max_reuse=0)
     cache.reserve(40)
@@ -56,7 +66,7 @@ def test_a_window_never_committed_is_dropped_a_step_later() -> None:
     assert manager.match("", PROMPT[:16]) == 0, "its window was never published"
 
 
-def test_another_request_may_fork_in_the_middle_of_a_prompt(serve: Serve) -> None:
+def test_another_request_may_fork_in_the_middle_of_a_prompt(manager_of: ManagerOf, serve: Serve) -> None:
     manager = manager_of(FULL, WINDOW)
     serve(manager, PROMPT).close()
     fork = manager.open("", [*PROMPT[:20], 99, 99], max_reuse=21)
@@ -65,7 +75,7 @@ def test_another_request_may_fork_in_the_middle_of_a_prompt(serve: Serve) -> Non
     assert len(fork.block_table(1)) == 2
 
 
-def test_the_usable_prefix_is_what_every_group_can_serve(serve: Serve) -> None:
+def test_the_usable_prefix_is_what_every_group_can_serve(manager_of: ManagerOf, serve: Serve) -> None:
     manager = manager_of(FULL, WINDOW)
     first = serve(manager, PROMPT[:24])
     window = list(first.block_table(1))
@@ -80,7 +90,9 @@ def test_the_usable_prefix_is_what_every_group_can_serve(serve: Serve) -> None:
     manager.check_integrity()
 
 
-def test_a_lost_window_block_is_supplied_by_the_next_request_that_computes_it(serve: Serve) -> None:
+def test_a_lost_window_block_is_supplied_by_the_next_request_that_computes_it(
+    manager_of: ManagerOf, serve: Serve
+) -> None:
     manager = manager_of(FULL, WINDOW)
     holder = serve(manager, PROMPT[:24])
     manager.clear_reuse()  # the stale window blocks of a live cache are forgotten, its full ones stay
@@ -93,7 +105,7 @@ def test_a_lost_window_block_is_supplied_by_the_next_request_that_computes_it(se
     manager.check_integrity()
 
 
-def test_blocks_without_a_full_group_vanish_with_their_last_window_slot(serve: Serve) -> None:
+def test_blocks_without_a_full_group_vanish_with_their_last_window_slot(manager_of: ManagerOf, serve: Serve) -> None:
     manager = manager_of(WINDOW)
     serve(manager, PROMPT).close()
     assert manager.match("", PROMPT) == 40
@@ -103,7 +115,7 @@ def test_blocks_without_a_full_group_vanish_with_their_last_window_slot(serve: S
     assert manager.counts().free == manager.counts().total == 16
 
 
-def test_evicting_a_full_block_takes_its_window_block_along(serve: Serve) -> None:
+def test_evicting_a_full_block_takes_its_window_block_along(manager_of: ManagerOf, serve: Serve) -> None:
     manager = manager_of(FULL, WINDOW, blocks=8)
     serve(manager, PROMPT[:8]).close()
     cached = manager.counts().cached

@@ -1,0 +1,245 @@
+"""The C++ core against hashlib, and against the Python core in lockstep."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvferry.core import GroupKind, KVLayout, block_digests
+from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
+from kvferry.kvcache.native import core
+
+SIZE = 4
+BLOCKS = 24
+LAYOUTS = (
+    KVLayout(GroupKind.FULL, (0,), 1, 1, tokens_per_block=SIZE),
+    KVLayout(GroupKind.WINDOW, (1,), 1, 1, tokens_per_block=SIZE, window=6),
+    KVLayout(GroupKind.CHUNKED, (2,), 1, 1, tokens_per_block=SIZE, window=10),
+)
+SEQUENCES = [[1 + n // (8 + 6 * which) * which for n in range(60)] for which in range(5)]
+Pair = tuple[KVCache, KVCache]
+
+
+@pytest.mark.parametrize("digest", [core.sha256, core.sha256_portable])
+def test_sha256_is_the_standard_one(digest: Callable[[bytes], bytes]) -> None:
+    rng = random.Random(0)
+    for length in [*range(260), 4096, 5001]:
+        data = rng.randbytes(length)
+        assert digest(data) == hashlib.sha256(data).digest(), f"{length} bytes"
+
+
+def test_a_block_has_the_digest_everybody_else_computes() -> None:
+    """The router computes digests itself: what they are is a contract, not an inner matter of the two cores."""
+    tokens = array("I", [5, 0, 2**32 - 1, 7, 11, 13, 17, 19])
+    expected = block_digests("salt", tokens, SIZE)
+    chain = hashlib.sha256(b"kvferry.block.v1\0salt").digest()
+    for at, digest in zip((0, SIZE), expected, strict=True):
+        chain = core.sha256(chain + tokens[at : at + SIZE].tobytes())
+        assert chain == digest
+
+
+def test_a_block_table_reads_like_a_list_and_follows_its_cache() -> None:
+    cache = create_manager("V2", LAYOUTS[:1], 8 * LAYOUTS[0].slot_nbytes).open("", [1], max_reuse=0)
+    table = cache.block_table(0)
+    assert list(table) == []
+    cache.reserve(5 * SIZE)
+    assert isinstance(table, Sequence)
+    assert (len(table), table[-1], table[1], table[1:4], table[::-2]) == (5, 4, 1, [1, 2, 3], [4, 2, 0])
+    assert list(table) == [0, 1, 2, 3, 4]
+    for outside in (5, -6):
+        with pytest.raises(IndexError):
+            table[outside]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: core.Ledger([("all", 0, 4)], 0, True), ValueError),
+        (lambda: core.Ledger([("some", 1, 4)], 4, True), ValueError),
+        (lambda: core.Ledger([("window", 0, 4)], 4, True), ValueError),
+        (lambda: core.Ledger([("all", 0, -1)], 4, True), ValueError),
+        (lambda: core.Ledger([("all", 0, 4)], 4, True).match(b"short", array("I")), ValueError),
+        (lambda: core.Ledger([("all", 0, 4)], 4, True).match(bytes(32), array("Q", [1])), TypeError),
+        (lambda: core.Ledger([("all", 0, 4)], 4, True).available(1), IndexError),
+    ],
+)
+def test_what_cannot_be_is_refused(call: Callable[[], object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call()
+
+
+def test_broken_invariants_are_assertion_errors() -> None:
+    ledger = core.Ledger([("all", 0, 4)], 4, True)
+    cache = ledger.open(bytes(32), array("I"), 0)
+    cache.grow(2)
+    hold = cache.pin(2)
+    hold.release()
+    with pytest.raises(AssertionError, match="released twice"):
+        hold.release()
+    with pytest.raises(AssertionError, match="nothing is cached"):
+        cache.grow(5)
+    cache.close()
+    with pytest.raises(AssertionError, match="closed twice"):
+        cache.close()
+
+
+class Lockstep(RuleBasedStateMachine):
+    """Every step on both cores; afterwards everything that can be seen of them is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nbytes = BLOCKS * sum(layout.slot_nbytes for layout in LAYOUTS)
+        self.managers = [create_manager("V2", LAYOUTS, nbytes, core=name) for name in ("cpp", "python")]
+        self.live: list[tuple[Pair, list[int]]] = []
+        self.holds: list[tuple[BlockHold, BlockHold]] = []
+
+    @precondition(lambda self: len(self.live) < 8)
+    @rule(
+        tokens=st.sampled_from(SEQUENCES),
+        scope=st.sampled_from(["", "a"]),
+        limit=st.integers(0, 60),
+        priority=st.integers(-1, 2),
+        serve=st.booleans(),
+    )
+    def open(self, tokens: list[int], scope: str, limit: int, priority: int, serve: bool) -> None:
+        first, second = (m.open(scope, tokens, max_reuse=limit, priority=priority) for m in self.managers)
+        self.live.append(((first, second), tokens))
+        length = max(limit, first.reused)
+        if serve and self._both(lambda cache: cache.reserve(length), (first, second)):
+            self._both(lambda cache: cache.advance(length), (first, second))
+            self._both(lambda cache: cache.commit(tokens), (first, second))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), capacity=st.integers(0, 70))
+    def reserve(self, data: st.DataObject, capacity: int) -> None:
+        self._both(lambda cache: cache.reserve(capacity), self._any(data)[0])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def advance(self, data: st.DataObject, more: int) -> None:
+        self._both(lambda cache: cache.advance(min(60, cache.history + more)), self._any(data)[0])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        pair, tokens = self._any(data)
+        self._both(lambda cache: cache.commit(tokens), pair)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self._keep([cache.pin() for cache in self._any(data)[0]])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), quarantine=st.booleans())
+    def end(self, data: st.DataObject, quarantine: bool) -> None:
+        entry = self._any(data)
+        self.live.remove(entry)
+        if quarantine:
+            self._keep([cache.quarantine() for cache in entry[0]])
+        else:
+            self._both(lambda cache: cache.close(), entry[0])
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        pair = data.draw(st.sampled_from(self.holds))
+        self.holds.remove(pair)
+        for hold in pair:
+            hold.release()
+
+    @rule()
+    def clear_reuse(self) -> None:
+        for manager in self.managers:
+            manager.clear_reuse()
+
+    @invariant()
+    def alike(self) -> None:
+        cpp, python = self.managers
+        assert cpp.counts() == python.counts()
+        for ours, theirs in zip(cpp.pools, python.pools, strict=True):
+            assert ours.generations.tolist() == theirs.generations.tolist()
+        for scope in ("", "a"):
+            assert [cpp.match(scope, t) for t in SEQUENCES] == [python.match(scope, t) for t in SEQUENCES]
+        for (ours, theirs), _ in self.live:
+            assert self._seen(ours) == self._seen(theirs)
+        for manager in self.managers:
+            manager.check_integrity()
+
+    def _seen(self, cache: KVCache) -> object:
+        tables = [(cache.first_block(group), list(cache.block_table(group))) for group in range(len(LAYOUTS))]
+        return cache.reused, cache.committed, cache.history, cache.capacity, tables
+
+    def _any(self, data: st.DataObject) -> tuple[Pair, list[int]]:
+        return data.draw(st.sampled_from(self.live))
+
+    def _both(self, call: Callable[[KVCache], None], pair: Pair) -> bool:
+        """Whether it succeeded; both must say the same, in the same words."""
+        outcomes = []
+        for cache in pair:
+            try:
+                call(cache)
+                outcomes.append("")
+            except (OutOfBlocksError, CacheStateError) as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+        return not outcomes[0]
+
+    def _keep(self, holds: list[BlockHold]) -> None:
+        first, second = holds
+        assert first.tables == second.tables
+        self.holds.append((first, second))
+
+
+def test_both_cores_take_the_same_decisions() -> None:
+    run_state_machine_as_test(
+        Lockstep,
+        settings=settings(
+            max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_both_cores_agree_over_a_long_history(seed: int) -> None:
+    """Thousands of steps on a larger pool: free runs, eviction and the tree get into states short histories do not."""
+    rng = random.Random(seed)
+    nbytes = 200 * sum(layout.slot_nbytes for layout in LAYOUTS)
+    managers = [create_manager("V2", LAYOUTS, nbytes, core=name) for name in ("cpp", "python")]
+    live: list[tuple[list[KVCache], list[int]]] = []
+    for _ in range(1500):
+        if live and rng.random() < 0.4:
+            caches, _tokens = live.pop(rng.randrange(len(live)))
+            for cache in caches:
+                cache.close()
+            continue
+        prefix = [rng.randrange(4)] * rng.randrange(0, 80)
+        tokens = prefix + [rng.randrange(1000) for _ in range(rng.randrange(1, 120))]
+        priority = rng.randrange(3)
+        caches = [m.open("", tokens, max_reuse=len(tokens), priority=priority) for m in managers]
+        served = []
+        for cache in caches:
+            try:
+                cache.reserve(len(tokens))
+            except OutOfBlocksError:
+                cache.close()
+                continue
+            cache.advance(len(tokens))
+            cache.commit(tokens)
+            served.append(cache)
+        assert len(served) in (0, 2)
+        if served:
+            live.append((served, tokens))
+        for group in range(len(LAYOUTS)):
+            tables = [list(cache.block_table(group)) for cache in served]
+            assert tables == [] or tables[0] == tables[1]
+    assert managers[0].counts() == managers[1].counts()
+    for manager in managers:
+        manager.check_integrity()
