@@ -21,7 +21,7 @@ help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
 	@echo 'make test    setup, linters, type checks, tests'
-	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop'
+	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
 	@echo 'make lint | format | types | lock | clean'
 
 setup: $(STAMP)
@@ -81,6 +81,7 @@ demo: setup
 bench: setup
 	@$(BIN)/kvferry bench floor
 	@$(BIN)/kvferry bench step
+	@$(BIN)/kvferry bench kvcache
 
 # torch's local version (+cpu, +cu130) depends on the index, so it is left out.
 lock: setup

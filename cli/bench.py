@@ -17,6 +17,7 @@ Main = Callable[[Sequence[str] | None], None]
 BENCHES: Registry[str] = Registry("benchmark", "bench")
 BENCHES.register("floor", "kvferry.bench.floor:main")
 BENCHES.register("step", "kvferry.bench.step:main")
+BENCHES.register("kvcache", "kvferry.bench.kvcache:main")
 
 
 def bench_command(

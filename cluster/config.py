@@ -66,6 +66,7 @@ class KVCacheConfig(Section):
     manager: Annotated[Literal["auto", "V1", "V2"], BeforeValidator(_auto_or_upper)] = Field(
         default="auto", description="auto: what the model prefers, if the transceiver can drive it"
     )
+    core: Literal["cpp", "python"] = Field(default="cpp", description="which implementation keeps the books of V2")
     bytes: NumBytes = Field(default=512 << 20, ge=1, description="one worker's block pools, such as 512MiB or 2GB")
     tokens_per_block: int = Field(default=16, ge=1, le=1024, description="tokens of one KV block")
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")

@@ -64,7 +64,9 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         ),
     )
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
-    manager = create_manager(resolution.manager, runner.layouts, cache.bytes, prefix_reuse=reuse, device=engine.device)
+    manager = create_manager(
+        resolution.manager, runner.layouts, cache.bytes, prefix_reuse=reuse, device=engine.device, core=cache.core
+    )
     return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), model_fingerprint(model_dir))
 
 

@@ -97,6 +97,7 @@ def test_unknown_flags_name_the_nearest(arguments: list[str], message: str) -> N
         ({"transceiver": {"runtime": "RUST"}}, "transceiver.runtime", "'auto', 'CPP' or 'PYTHON', got 'RUST'"),
         ({"transceiver": {"transfer_timeout_ms": 0}}, "transceiver.transfer_timeout_ms", "greater than or equal to 1"),
         ({"kv_cache": {"manager": "V3"}}, "kv_cache.manager", "'auto', 'V1' or 'V2'"),
+        ({"kv_cache": {"core": "rust"}}, "kv_cache.core", "'cpp' or 'python'"),
         ({"kv_cache": {"bytes": "plenty"}}, "kv_cache.bytes", "a size such as 512MiB"),
         ({"router": {"grpc_port": 70_000}}, "router.grpc_port", "less than or equal to 65535"),
         ({"host": "0.0.0.0"}, "host", "insecure_bind"),

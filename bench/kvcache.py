@@ -1,0 +1,208 @@
+"""The KV cache manager's books: what a block costs, whether that depends on the pool, and what prefixes are found.
+
+No model and no KV bytes: pools hold one byte per token, so only bookkeeping is measured. Times are CPU time of this
+process, the best of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.bench.floor import machine
+from kvferry.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest, load_trace
+from kvferry.core import DType, GroupKind, KVLayout
+from kvferry.kvcache import KVCache, KVCacheManager, create_manager
+
+BLOCK_TOKENS = 16
+TARGET_US_PER_BLOCK = 2.0
+TARGET_POOL_RATIO = 3.0
+CORES = ("cpp", "python")
+CAPACITIES = (1_000, 4_000, 16_000, 64_000, 256_000)
+REQUEST_BLOCKS = 90
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """One request of `tokens` tokens on an otherwise idle pool. serve: open, reserve, advance, commit and close;
+    match: looking its prefix up again."""
+
+    measure: str
+    core: str
+    tokens: int
+    serve_us_per_block: float
+    match_us_per_block: float
+    target_us_per_block: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRow:
+    """Requests coming and going in a pool that is always full. ratio: against the small pool of the same core."""
+
+    measure: str
+    core: str
+    pool_blocks: int
+    live_requests: int
+    serve_us_per_block: float
+    ratio: float
+    target_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class HitRow:
+    """The conversation trace, one request after the other, on a pool of `pool_blocks` blocks of 512 tokens."""
+
+    measure: str
+    pool_blocks: int
+    hit_ratio: float
+    seconds: float
+
+
+Row = CostRow | PoolRow | HitRow
+
+
+def metadata_manager(blocks: int, tokens_per_block: int, core: str) -> KVCacheManager:
+    """A V2 manager whose pages take a byte per token."""
+    layout = KVLayout(GroupKind.MLA, (0,), 1, 1, dtype=DType.INT8, tokens_per_block=tokens_per_block, planes=1)
+    return create_manager("V2", [layout], blocks * layout.slot_nbytes, core=core)
+
+
+def serve(manager: KVCacheManager, tokens: Sequence[int]) -> KVCache:
+    """A request from its first to its last step, still open."""
+    cache = manager.open("", tokens, max_reuse=len(tokens))
+    cache.reserve(len(tokens))
+    cache.advance(len(tokens))
+    cache.commit(tokens)
+    return cache
+
+
+def measure_costs(cores: Iterable[str] = CORES, lengths: Sequence[int] = (10_000, 100_000)) -> Iterator[CostRow]:
+    for core in cores:
+        for length in lengths:
+            yield _cost(core, length, rounds=5)
+
+
+def _cost(core: str, length: int, rounds: int) -> CostRow:
+    blocks = length // BLOCK_TOKENS
+    serve_s, match_s = [], []
+    for number in range(rounds):
+        manager = metadata_manager(2 * blocks, BLOCK_TOKENS, core)
+        tokens = [(token * 7 + number) % 50_000 for token in range(length)]
+        started = time.process_time()
+        serve(manager, tokens).close()
+        served = time.process_time()
+        matched = manager.match("", tokens)
+        match_s.append(time.process_time() - served)
+        serve_s.append(served - started)
+        assert matched == blocks * BLOCK_TOKENS
+    return CostRow("cost", core, length, min(serve_s) / blocks * 1e6, min(match_s) / blocks * 1e6, TARGET_US_PER_BLOCK)
+
+
+def measure_pools(
+    cores: Iterable[str] = CORES, sizes: Sequence[tuple[int, int]] = ((10_000, 100), (1_000_000, 10_000))
+) -> Iterator[PoolRow]:
+    """sizes: (pool blocks, live requests), the smallest first."""
+    for core in cores:
+        small: float | None = None
+        for blocks, live in sizes:
+            cost = _churn_us_per_block(core, blocks, live)
+            small = small or cost
+            yield PoolRow("pool", core, blocks, live, cost, cost / small, TARGET_POOL_RATIO)
+
+
+def _churn_us_per_block(core: str, blocks: int, live: int, requests: int = 1_500) -> float:
+    """A random live request makes way for a new one, over and over; most find their first ten blocks cached."""
+    rng = random.Random(0)
+    manager = metadata_manager(blocks, BLOCK_TOKENS, core)
+    running = [serve(manager, _tokens(rng)) for _ in range(live)]
+
+    def replace(tokens: list[int]) -> None:
+        at = rng.randrange(live)
+        running[at].close()
+        running[at] = serve(manager, tokens)
+
+    while manager.counts().free > manager.counts().cached:  # until every new block costs an eviction
+        replace(_tokens(rng))
+    best = float("inf")
+    for _ in range(3):
+        prompts = [_tokens(rng) for _ in range(requests // 3)]
+        started = time.process_time()
+        for tokens in prompts:
+            replace(tokens)
+        best = min(best, time.process_time() - started)
+    return best / (requests // 3) / REQUEST_BLOCKS * 1e6
+
+
+def _tokens(rng: random.Random) -> list[int]:
+    shared = [rng.randrange(50)] * (10 * BLOCK_TOKENS)
+    return shared + [rng.randrange(50_000) for _ in range((REQUEST_BLOCKS - 10) * BLOCK_TOKENS)]
+
+
+def replay(trace: Sequence[TraceRequest], blocks: int, core: str = "cpp") -> float:
+    """Serves the trace's prompts one after the other; the share of their blocks that was cached."""
+    manager = metadata_manager(blocks, TRACE_BLOCK_TOKENS, core)
+    found = asked = 0
+    for request in trace:
+        tokens = array("I")
+        for block in request.blocks:
+            tokens.extend(array("I", [block]) * TRACE_BLOCK_TOKENS)
+        cache = serve(manager, tokens)
+        found += cache.reused // TRACE_BLOCK_TOKENS
+        asked += len(request.blocks)
+        cache.close()
+    return found / asked
+
+
+def measure_hits(capacities: Sequence[int] = CAPACITIES) -> Iterator[HitRow]:
+    trace = load_trace()
+    for capacity in capacities:
+        started = time.monotonic()
+        ratio = replay(trace, capacity)
+        yield HitRow("hits", capacity, ratio, time.monotonic() - started)
+
+
+def as_tables(rows: Sequence[Row]) -> Iterator[Table]:
+    costs = Table("core", "tokens", "serve", "match", title="cost of one block, µs (target: C++ below 2)")
+    pools = Table(
+        "core", "pool blocks", "live requests", "serve", "ratio", title="does a block cost more in a large pool?"
+    )
+    hits = Table("pool blocks", "tokens", "hit ratio", "seconds", title="conversation trace: blocks found cached")
+    for row in rows:
+        match row:
+            case CostRow():
+                costs.add_row(
+                    row.core, f"{row.tokens}", f"{row.serve_us_per_block:.2f}", f"{row.match_us_per_block:.2f}"
+                )
+            case PoolRow():
+                cells = (f"{row.pool_blocks}", f"{row.live_requests}", f"{row.serve_us_per_block:.2f}")
+                pools.add_row(row.core, *cells, f"{row.ratio:.2f}x")
+            case HitRow():
+                tokens = f"{row.pool_blocks * TRACE_BLOCK_TOKENS / 1e6:.1f} M"
+                hits.add_row(f"{row.pool_blocks}", tokens, f"{row.hit_ratio:.1%}", f"{row.seconds:.1f}")
+    yield from (costs, pools, hits)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvferry.bench.kvcache", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    options = parser.parse_args(arguments)
+    rows: list[Row] = [*measure_costs(), *measure_pools(), *measure_hits()]
+    if options.json:
+        report: dict[str, Any] = {"machine": machine(1), "rows": [asdict(row) for row in rows]}
+        print(json.dumps(report))
+        return
+    for table in as_tables(rows):
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
