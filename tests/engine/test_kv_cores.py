@@ -29,6 +29,8 @@ def _outputs(model_dir: Path, manager: str, core: str) -> list[Completion]:
         kv_bytes=POOL_TOKENS // BLOCK_TOKENS * slot_nbytes,
         tokens_per_block=BLOCK_TOKENS,
         threads=1,
+        step_token_budget=64,
+        max_step_ms=1e9,  # what a step holds must not depend on how fast the last one was
     )
     assert llm.manager.core == core
     completions = llm.generate(prompts, SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, logprobs=2))
