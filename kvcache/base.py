@@ -51,6 +51,17 @@ class KVPool:
         return _region(self.generations)
 
 
+@dataclass(frozen=True, slots=True)
+class TierCounts:
+    """Slots of a tier, all layer groups together. kept: reusable prefixes; parked: suspended caches."""
+
+    tier: str
+    total: int
+    free: int
+    kept: int
+    parked: int
+
+
 def _region(tensor: torch.Tensor) -> MemRegion:
     nbytes = tensor.numel() * tensor.element_size()
     return MemRegion(addr=tensor.data_ptr(), nbytes=nbytes, device=str(tensor.device))
@@ -124,6 +135,22 @@ class KVCache(ABC):
     def quarantine(self) -> BlockHold:
         """Closes the cache and keeps *uncommitted* blocks from everybody until the hold is released."""
 
+    @property
+    @abstractmethod
+    def suspended(self) -> bool:
+        """Whether it holds no page: nothing but its lengths, `resume` and `close` may be used."""
+
+    @abstractmethod
+    def suspend(self) -> bool:
+        """Moves the bytes of history to a tier below and gives every page back; capacity falls to history.
+
+        False, with nothing changed, when there is no tier or too little room in it."""
+
+    @abstractmethod
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Undoes `suspend`; `token_ids` are the sequence's, from position 0. Atomic: OutOfBlocksError leaves it
+        suspended."""
+
     @abstractmethod
     def close(self) -> None:
         """Gives every block back; published ones stay findable until evicted. CacheStateError the second time."""
@@ -162,6 +189,10 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def counts(self) -> BlockCounts: ...
+
+    @abstractmethod
+    def tier_counts(self) -> tuple[TierCounts, ...]:
+        """The tiers below the pools, the nearest first; none where there are none."""
 
     @abstractmethod
     def clear_reuse(self) -> None:

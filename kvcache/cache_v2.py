@@ -6,40 +6,50 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core import BlockTable, KVLayout
+from kvferry.core import BlockTable
 from kvferry.kvcache.base import BlockHold, OutOfBlocksError
-from kvferry.kvcache.core_v2 import CoreCache, CoreHold, CoreLedger
+from kvferry.kvcache.core_v2 import CoreHold
 from kvferry.kvcache.holds import TableHold
-from kvferry.kvcache.lengths import TrackedCache
-from kvferry.kvcache.pool import Pages
+from kvferry.kvcache.host_tier import Parked
+from kvferry.kvcache.lengths import CacheState, TrackedCache
+from kvferry.kvcache.tiering import TieredBooks
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SharedV2:
     """What a manager and its caches share. reuse False: nothing is published, every cache starts empty."""
 
-    ledger: CoreLedger
-    pages: Pages
-    layouts: tuple[KVLayout, ...]
+    books: TieredBooks
     tokens_per_block: int
     reuse: bool
-    has_windows: bool
     caches: set[CacheV2] = field(default_factory=set)
+
+    @property
+    def has_windows(self) -> bool:
+        return not all(rule.keeps_all for rule in self.books.rules)
 
 
 class CacheV2(TrackedCache):
-    def __init__(self, shared: SharedV2, core: CoreCache, reused: int) -> None:
-        super().__init__(shared.tokens_per_block, reused)
+    def __init__(self, shared: SharedV2, scope: bytes, tokens: array[int], priority: int) -> None:
+        """tokens: those whose published blocks it may start with."""
+        self._core = shared.books.open(scope, tokens, priority)
+        super().__init__(shared.tokens_per_block, self._core.published * shared.tokens_per_block)
         self._shared = shared
-        self._core = core
-        self._tables = tuple(core.table(group) for group in range(len(shared.layouts)))
+        self._scope = scope
+        self._priority = priority
+        self._has_windows = shared.has_windows
+        self._parked: Parked | None = None
+        self._tables = self._views()
         shared.caches.add(self)
+
+    def _views(self) -> tuple[Sequence[int], ...]:
+        return tuple(self._core.table(group) for group in range(len(self._shared.books.rules)))
 
     def block_table(self, group: int) -> Sequence[int]:
         return self._tables[group]
 
     def first_block(self, group: int) -> int:
-        return self._core.first_block(group)
+        return self._parked.first_blocks[group] if self._parked else self._core.first_block(group)
 
     def pin(self) -> BlockHold:
         self._check_open()
@@ -47,12 +57,12 @@ class CacheV2(TrackedCache):
 
     def quarantine(self) -> BlockHold:
         self._check_open()
-        self._closed = True
+        self._state = CacheState.CLOSED
         self._shared.caches.remove(self)
         return self._hold(self._core.quarantine())
 
     def _hold(self, core: CoreHold) -> TableHold:
-        pages = self._shared.pages
+        pages = self._shared.books.pages
         tables = tuple(
             BlockTable(tuple(slots), pages.generations(group, slots), first)
             for group, (slots, first) in enumerate(zip(core.slots, core.first_blocks, strict=True))
@@ -66,20 +76,18 @@ class CacheV2(TrackedCache):
         shortage = self._core.shortage(blocks)
         if shortage is not None:
             raise self._out_of_blocks(*shortage)
-        for group, slots in enumerate(self._core.grow(blocks)):
-            if slots:
-                self._shared.pages.claim(group, slots)
+        self._shared.books.grow(self._core, blocks)
 
     def _out_of_blocks(self, group: int, needed: int, available: int) -> OutOfBlocksError:
+        pool = self._shared.books.pages.pools[group]
         return OutOfBlocksError(
-            f"{needed} more KV blocks are needed in layer group {group} ({self._shared.layouts[group].kind.value}), "
-            f"{available} of {self._shared.pages.pools[group].num_blocks} are free: "
-            "wait, preempt, or raise kv_cache.bytes",
+            f"{needed} more KV blocks are needed in layer group {group} ({pool.layout.kind.value}), "
+            f"{available} of {pool.num_blocks} are free: wait, preempt, or raise kv_cache.bytes",
             field="kv_cache.bytes",
         )
 
     def _advanced(self, before: int) -> None:
-        if self._shared.has_windows:
+        if self._has_windows:
             self._core.advance(before, self._history)
 
     def _publish(self, token_ids: Sequence[int], blocks: int) -> int:
@@ -88,6 +96,25 @@ class CacheV2(TrackedCache):
         full = blocks * self._tokens_per_block
         self._core.publish(array("I", token_ids[self._committed : full]), blocks, self._history)
         return full
+
+    def _park(self) -> bool:
+        self._parked = self._shared.books.suspend(self._core, self._history)
+        return self._parked is not None
+
+    def _unpark(self, token_ids: Sequence[int]) -> None:
+        assert self._parked is not None
+        books, tokens = self._shared.books, array("I", token_ids[: self._committed])
+        core = books.ledger.open(self._scope, tokens, self._priority)
+        shortage = books.resume(self._parked, core, self._history, tokens)
+        if shortage is not None:
+            raise self._out_of_blocks(*shortage)
+        self._core, self._parked = core, None
+        self._tables = self._views()
+
+    def _drop_parked(self) -> None:
+        assert self._parked is not None
+        self._parked.release()
+        self._shared.caches.remove(self)
 
     def _give_back(self) -> None:
         self._core.close()
@@ -98,4 +125,7 @@ class CacheV2(TrackedCache):
 
     def check_integrity(self) -> None:
         assert 0 <= self._committed <= self._history <= self._capacity
-        self._core.check_integrity(self._history, self._blocks(self._capacity))
+        if self._parked is None:
+            self._core.check_integrity(self._history, self._blocks(self._capacity))
+        else:
+            assert not any(self._tables), "a suspended cache holds a page"

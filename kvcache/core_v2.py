@@ -63,6 +63,13 @@ class CoreCache(Protocol):
     def check_integrity(self, history: int, blocks: int) -> None: ...
 
 
+Links = list[tuple[bytes, bytes | None]]
+"""(digest, parent digest) of a block that was linked to the prefix index, (digest, None) of one that was unlinked."""
+
+Evictions = list[tuple[bytes, int, int]]
+"""(digest, group, slot): eviction emptied the slot of that block; its bytes are whole until its next owner writes."""
+
+
 class CoreLedger(Protocol):
     """The books of all pools. scope: the root digest of a request's prefixes; tokens: u32."""
 
@@ -79,26 +86,29 @@ class CoreLedger(Protocol):
 
     def clear(self) -> None: ...
 
+    def drain(self) -> tuple[Links, Evictions]:
+        """What happened since the last call, where a journal is kept."""
+
     def check_integrity(self) -> None: ...
 
 
-CoreBuilder = Callable[[Sequence[GroupRule], Sequence[int], bool], CoreLedger]
-"""(rule and number of slots of each layer group, whether anything is published)."""
+CoreBuilder = Callable[[Sequence[GroupRule], Sequence[int], bool, bool], CoreLedger]
+"""(rule and number of slots of each layer group, whether anything is published, whether to keep a journal)."""
 
 CORES: Registry[CoreBuilder] = Registry("KV cache core", "kv_cache.core")
 
 
-def _cpp(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool) -> CoreLedger:
+def _cpp(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool) -> CoreLedger:
     from kvferry.kvcache.native import core
 
     groups = [(rule.keeps.value, rule.window, slots) for rule, slots in zip(rules, num_slots, strict=True)]
-    return core.Ledger(groups, rules[0].tokens_per_block, reuse)
+    return core.Ledger(groups, rules[0].tokens_per_block, reuse, journal)
 
 
-def _python(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool) -> CoreLedger:
+def _python(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool) -> CoreLedger:
     from kvferry.kvcache.python_core import PythonLedger
 
-    return PythonLedger(rules, num_slots, reuse)
+    return PythonLedger(rules, num_slots, reuse, journal)
 
 
 CORES.register("cpp", _cpp)

@@ -15,7 +15,15 @@ class ManagerBuilder(Protocol):
     """Builds a manager and its pools. Raises ConfigError naming the setting that does not fit."""
 
     def __call__(
-        self, layouts: Sequence[KVLayout], nbytes: int, *, prefix_reuse: bool, device: str, debug: bool, core: str
+        self,
+        layouts: Sequence[KVLayout],
+        nbytes: int,
+        *,
+        prefix_reuse: bool,
+        device: str,
+        debug: bool,
+        core: str,
+        host_bytes: int,
     ) -> KVCacheManager: ...
 
 
@@ -33,12 +41,16 @@ def create_manager(
     device: str = "cpu",
     debug: bool = False,
     core: str = "cpp",
+    host_bytes: int = 0,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together.
 
     prefix_reuse False: nothing is published, `match` is always 0. debug: fresh pages are filled with NaN.
-    core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only.
+    core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only. host_bytes: size of the host
+    tier below the pools, 0 for none.
     Raises ConfigError: an unknown version or core, layouts it cannot hold, or a budget below one block per layer group.
     """
     build = MANAGERS.get(version)
-    return build(layouts, nbytes, prefix_reuse=prefix_reuse, device=device, debug=debug, core=core)
+    return build(
+        layouts, nbytes, prefix_reuse=prefix_reuse, device=device, debug=debug, core=core, host_bytes=host_bytes
+    )

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from enum import Enum
 
 from kvferry.kvcache.base import CacheStateError, KVCache
+
+
+class CacheState(Enum):
+    OPEN = "open"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
 
 
 class TrackedCache(KVCache):
@@ -21,7 +28,7 @@ class TrackedCache(KVCache):
         self._committed = reused
         self._history = reused
         self._capacity = reused
-        self._closed = False
+        self._state = CacheState.OPEN
 
     @property
     def committed(self) -> int:
@@ -65,14 +72,37 @@ class TrackedCache(KVCache):
         if full > self._committed:
             self._committed = self._publish(token_ids, blocks)
 
-    def close(self) -> None:
+    @property
+    def suspended(self) -> bool:
+        return self._state is CacheState.SUSPENDED
+
+    def suspend(self) -> bool:
         self._check_open()
-        self._closed = True
-        self._give_back()
+        if not self._park():
+            return False
+        self._state = CacheState.SUSPENDED
+        self._capacity = self._history
+        return True
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        if self._state is not CacheState.SUSPENDED:
+            raise CacheStateError(f"resume: the cache is {self._state.value}")
+        if len(token_ids) < self._committed:
+            raise CacheStateError(f"resume: {len(token_ids)} token ids for {self._committed} committed tokens")
+        self._unpark(token_ids)
+        self._state = CacheState.OPEN
+
+    def close(self) -> None:
+        if self._state is CacheState.SUSPENDED:
+            self._drop_parked()
+        else:
+            self._check_open()
+            self._give_back()
+        self._state = CacheState.CLOSED
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise CacheStateError("the cache is closed")
+        if self._state is not CacheState.OPEN:
+            raise CacheStateError(f"the cache is {self._state.value}")
 
     @abstractmethod
     def _grow(self, capacity: int) -> None:
@@ -89,3 +119,15 @@ class TrackedCache(KVCache):
     @abstractmethod
     def _give_back(self) -> None:
         """Drops every block, deepest first."""
+
+    @abstractmethod
+    def _park(self) -> bool:
+        """Moves what history needs to a tier below and gives every page back; False with nothing changed."""
+
+    @abstractmethod
+    def _unpark(self, token_ids: Sequence[int]) -> None:
+        """Undoes `_park`, or raises OutOfBlocksError with nothing changed."""
+
+    @abstractmethod
+    def _drop_parked(self) -> None:
+        """Forgets what `_park` moved."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvferry.core import BlockCounts, BlockTable, KVLayout, block_digest, scope_digest
-from kvferry.kvcache.base import BlockHold, CacheStateError, KVCache, KVCacheManager, KVPool, OutOfBlocksError
+from kvferry.core import BlockCounts, BlockTable, ConfigError, KVLayout, block_digest, scope_digest
+from kvferry.kvcache.base import (
+    BlockHold,
+    CacheStateError,
+    KVCache,
+    KVCacheManager,
+    KVPool,
+    OutOfBlocksError,
+    TierCounts,
+)
 from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
-from kvferry.kvcache.lengths import TrackedCache
+from kvferry.kvcache.lengths import CacheState, TrackedCache
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
 from kvferry.kvcache.slots import SlotStore
 
@@ -135,7 +143,7 @@ class CacheV1(TrackedCache):
 
     def quarantine(self) -> BlockHold:
         self._check_open()
-        self._closed = True
+        self._state = CacheState.CLOSED
         kept = self._table[self._published :]
         del self._table[self._published :]
         hold = self._keep(HoldKind.QUARANTINED, kept, self._published)
@@ -182,6 +190,15 @@ class CacheV1(TrackedCache):
         self._table.clear()
         self._ledger.caches.remove(self)
 
+    def _park(self) -> bool:
+        return False
+
+    def _unpark(self, token_ids: Sequence[int]) -> None:
+        raise AssertionError("V1 has no tier to park in")
+
+    def _drop_parked(self) -> None:
+        raise AssertionError("V1 has no tier to park in")
+
     def check_integrity(self) -> None:
         assert 0 <= self._committed <= self._history <= self._capacity
         assert len(self._table) == -(-self._capacity // self._tokens_per_block)
@@ -205,8 +222,15 @@ class ManagerV1(KVCacheManager):
         device: str = "cpu",
         debug: bool = False,
         core: str = "python",
+        host_bytes: int = 0,
     ) -> None:
         """core: there is one only; a worker's setting may say otherwise, because it is V2's."""
+        if host_bytes:
+            raise ConfigError(
+                f"kv_cache.host_bytes is {host_bytes}, but manager V1 has no host tier: set it to 0, or "
+                "kv_cache.manager to V2",
+                field="kv_cache.host_bytes",
+            )
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
@@ -240,6 +264,9 @@ class ManagerV1(KVCacheManager):
             pinned=store.pinned * pools,
             quarantined=store.quarantined * pools,
         )
+
+    def tier_counts(self) -> tuple[TierCounts, ...]:
+        return ()
 
     def clear_reuse(self) -> None:
         self._ledger.clear()

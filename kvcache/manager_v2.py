@@ -6,11 +6,13 @@ from array import array
 from collections.abc import Sequence
 
 from kvferry.core import BlockCounts, KVLayout, scope_digest
-from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool
+from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool, TierCounts
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
 from kvferry.kvcache.core_v2 import CORES
 from kvferry.kvcache.groups import GroupRule, check_layouts
+from kvferry.kvcache.host_tier import HostTier
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
+from kvferry.kvcache.tiering import TieredBooks
 
 
 class ManagerV2(KVCacheManager):
@@ -31,6 +33,7 @@ class ManagerV2(KVCacheManager):
         device: str = "cpu",
         debug: bool = False,
         core: str = "cpp",
+        host_bytes: int = 0,
     ) -> None:
         build_core = CORES.get(core)
         tokens_per_block = check_layouts(self.version, layouts)
@@ -38,14 +41,10 @@ class ManagerV2(KVCacheManager):
         rules = [GroupRule.of(layout) for layout in layouts]
         self.core = core
         self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
-        self._shared = SharedV2(
-            ledger=build_core(rules, [num_blocks] * len(layouts), prefix_reuse),
-            pages=Pages(self._pools, debug),
-            layouts=tuple(layouts),
-            tokens_per_block=tokens_per_block,
-            reuse=prefix_reuse,
-            has_windows=not all(rule.keeps_all for rule in rules),
-        )
+        host = HostTier(layouts, host_bytes) if host_bytes else None
+        ledger = build_core(rules, [num_blocks] * len(layouts), prefix_reuse, host is not None)
+        self._books = TieredBooks(ledger, Pages(self._pools, debug), rules, host)
+        self._shared = SharedV2(self._books, tokens_per_block, prefix_reuse)
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -54,29 +53,31 @@ class ManagerV2(KVCacheManager):
     def match(self, scope: str, token_ids: Sequence[int]) -> int:
         if not self._shared.reuse:
             return 0
-        return self._shared.ledger.match(scope_digest(scope), array("I", token_ids)) * self._shared.tokens_per_block
+        return self._books.match(scope_digest(scope), array("I", token_ids)) * self._shared.tokens_per_block
 
     def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0) -> KVCache:
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
         tokens = array("I", token_ids[:max_reuse] if self._shared.reuse else ())
-        core = self._shared.ledger.open(scope_digest(scope), tokens, priority)
-        return CacheV2(self._shared, core, core.published * self._shared.tokens_per_block)
+        return CacheV2(self._shared, scope_digest(scope), tokens, priority)
 
     def can_reserve(self, tokens: int) -> bool:
         blocks = -(-tokens // self._shared.tokens_per_block)
-        return all(blocks <= self._shared.ledger.available(group) for group in range(len(self._pools)))
+        return all(blocks <= self._books.ledger.available(group) for group in range(len(self._pools)))
 
     def max_tokens(self) -> int:
         return min(pool.num_blocks for pool in self._pools) * self._shared.tokens_per_block
 
     def counts(self) -> BlockCounts:
-        return BlockCounts(*self._shared.ledger.counts())
+        return BlockCounts(*self._books.ledger.counts())
+
+    def tier_counts(self) -> tuple[TierCounts, ...]:
+        return (self._books.host.counts(),) if self._books.host is not None else ()
 
     def clear_reuse(self) -> None:
-        self._shared.ledger.clear()
+        self._books.clear()
 
     def check_integrity(self) -> None:
         for cache in self._shared.caches:
             cache.check_integrity()
-        self._shared.ledger.check_integrity()
+        self._books.check_integrity()

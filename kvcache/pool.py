@@ -63,6 +63,17 @@ class Pages:
         self._rows = [pool.buffer.view(pool.num_blocks, pool.layout.slot_nbytes) for pool in pools]
         self._debug = debug
 
+    def rows(self, group: int) -> torch.Tensor:
+        """The pool of `group` as uint8 [num_blocks, slot_nbytes]."""
+        return self._rows[group]
+
+    def write(self, group: int, slots: Sequence[int], rows: torch.Tensor, sources: Sequence[int]) -> None:
+        """Copies rows of another tier to claimed slots."""
+        if slots:
+            moved = rows[torch.tensor(sources, device=rows.device)]
+            pool = self._rows[group]
+            pool[torch.tensor(slots, device=pool.device)] = moved.to(pool.device)
+
     def claim(self, group: int, slots: Sequence[int]) -> None:
         """`slots` get a new owner: their generations rise before anything of theirs is overwritten, so that a
         remote reader who still trusts the old content can tell."""

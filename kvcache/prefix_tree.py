@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from kvferry.core import block_digest
+from kvferry.kvcache.core_v2 import Evictions, Links
 from kvferry.kvcache.slots import LayerGroup
 
 
@@ -40,11 +41,15 @@ class PrefixTree:
     are blocks that only a pin keeps: when their parent goes they are unpublished with it.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], tokens_per_block: int) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], tokens_per_block: int, journal: bool) -> None:
+        """journal: whether to keep one for `drain`."""
         self._groups = tuple(groups)
         self._windows = tuple(group for group in groups if not group.rule.keeps_all)
         self._tokens_per_block = tokens_per_block
         self._roots: dict[bytes, Node] = {}
+        self._keeps_journal = journal
+        self._links: Links = []
+        self._evictions: Evictions = []
 
     def root(self, scope: bytes) -> Node:
         """The root of the scope with this digest, made where there is none; dropped again with its last block."""
@@ -89,6 +94,8 @@ class PrefixTree:
         if node is None:
             node = Node(digest, parent, [None] * len(slots), priority)
             parent.children[digest] = node
+            if self._keeps_journal:
+                self._links.append((digest, parent.digest))
         node.priority = max(node.priority, priority)
         for group, slot in zip(self._groups, slots, strict=True):
             if slot is not None and node.slots[group.index] is None:
@@ -111,8 +118,13 @@ class PrefixTree:
         if group.rule.keeps_all:
             self._forget_subtree(node)
         else:
-            self._forget_slot(node, group)
+            self._evict_slot(node, group)
         self._prune(node)
+
+    def drain(self) -> tuple[Links, Evictions]:
+        """What happened since the last call."""
+        links, evictions, self._links, self._evictions = self._links, self._evictions, [], []
+        return links, evictions
 
     def clear(self) -> None:
         """Forgets every block that no cache uses, and what only pins keep."""
@@ -126,7 +138,9 @@ class PrefixTree:
                 drop_window = not group.rule.keeps_all and slot is not None and not group.store.used_by_cache(slot)
                 if slot is not None and (drop_window or not used):
                     self._forget_slot(node, group)
-            self._prune(node)
+            # Only this node: its ancestors come later in the walk.
+            if node.empty:
+                self._unlink(node)
 
     def _forget_subtree(self, top: Node) -> None:
         pending = [top]
@@ -137,7 +151,16 @@ class PrefixTree:
             node.children.clear()
             for group in self._groups:
                 if node.slots[group.index] is not None:
-                    self._forget_slot(node, group)
+                    self._evict_slot(node, group)
+            if node is not top:  # which the caller prunes
+                self._note_unlinked(node)
+
+    def _evict_slot(self, node: Node, group: LayerGroup) -> None:
+        slot = node.slots[group.index]
+        assert slot is not None
+        if self._keeps_journal:
+            self._evictions.append((node.digest, group.index, slot))
+        self._forget_slot(node, group)
 
     def _forget_slot(self, node: Node, group: LayerGroup) -> None:
         slot = node.slots[group.index]
@@ -149,11 +172,21 @@ class PrefixTree:
         """Unlinks `node` and then its ancestors, as long as they are empty."""
         while node.empty:
             parent = node.parent
+            self._unlink(node)
             if parent is None:
-                self._roots.pop(node.digest, None)
                 return
-            parent.children.pop(node.digest, None)
             node = parent
+
+    def _unlink(self, node: Node) -> None:
+        if node.parent is None:
+            self._roots.pop(node.digest, None)
+        else:
+            node.parent.children.pop(node.digest, None)
+            self._note_unlinked(node)
+
+    def _note_unlinked(self, node: Node) -> None:
+        if self._keeps_journal:
+            self._links.append((node.digest, None))
 
     def _nodes(self) -> Iterator[Node]:
         """Every node, parents before children."""

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.kvcache.core_v2 import Evictions, Links
 from kvferry.kvcache.groups import GroupRule
 from kvferry.kvcache.holds import SlotHold
 from kvferry.kvcache.prefix_tree import PrefixTree
@@ -24,14 +25,14 @@ class PythonLedger:
     caches: set[PythonCache]
     holds: set[SlotHold]
 
-    def __init__(self, rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool) -> None:
+    def __init__(self, rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool) -> None:
         self.groups = tuple(
             LayerGroup(index, rule, SlotStore(slots))
             for index, (rule, slots) in enumerate(zip(rules, num_slots, strict=True))
         )
         self.tokens_per_block = rules[0].tokens_per_block
         self.reuse = reuse
-        self.tree = PrefixTree(self.groups, self.tokens_per_block)
+        self.tree = PrefixTree(self.groups, self.tokens_per_block, journal)
         self.caches = set()
         self.holds = set()
 
@@ -74,6 +75,9 @@ class PythonLedger:
 
     def clear(self) -> None:
         self.tree.clear()
+
+    def drain(self) -> tuple[Links, Evictions]:
+        return self.tree.drain()
 
     def check_integrity(self) -> None:
         for group in self.groups:

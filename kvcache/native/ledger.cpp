@@ -18,11 +18,11 @@ void count(std::vector<std::vector<std::int32_t>>& holders, std::size_t group, c
 
 }  // namespace
 
-Ledger::Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_block, bool reuse)
+Ledger::Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_block, bool reuse, bool journal)
     : groups_(build_groups(specs)),
       tokens_per_block_(tokens_per_block),
       reuse_(reuse),
-      tree_(groups_, tokens_per_block) {}
+      tree_(groups_, tokens_per_block, journal) {}
 
 std::shared_ptr<Cache> Ledger::open(const Digest& scope, Tokens tokens, Priority priority) {
   Node* root = tree_.root(scope);

@@ -36,7 +36,7 @@ struct Shortage {
 
 class Ledger {
  public:
-  Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_block, bool reuse);
+  Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_block, bool reuse, bool journal);
   Ledger(const Ledger&) = delete;
 
   std::shared_ptr<Cache> open(const Digest& scope, Tokens tokens, Priority priority);
@@ -44,6 +44,7 @@ class Ledger {
   Slot available(std::size_t group) const { return groups_.at(group).store.available(); }
   Counts counts() const;
   void clear() { tree_.clear(); }
+  Journal drain() { return tree_.drain(); }
   void check_integrity() const;
 
  private:

@@ -80,6 +80,17 @@ py::object shortage_of(const std::optional<Shortage>& shortage) {
   return py::make_tuple(shortage->group, shortage->needed, shortage->available);
 }
 
+py::tuple journal_of(const Journal& journal) {
+  py::list links, evictions;
+  for (const auto& [digest, parent] : journal.links) {
+    links.append(py::make_tuple(to_bytes(digest), parent ? py::object(to_bytes(*parent)) : py::none()));
+  }
+  for (const auto& [digest, group, slot] : journal.evictions) {
+    evictions.append(py::make_tuple(to_bytes(digest), group, slot));
+  }
+  return py::make_tuple(links, evictions);
+}
+
 void bind_hashing(py::module_& module) {
   module.def("sha256", [](const py::bytes& data) { return to_bytes(sha256(bytes_of(data), {})); });
   module.def("sha256_portable",
@@ -89,13 +100,13 @@ void bind_hashing(py::module_& module) {
 
 void bind_ledger(py::module_& module) {
   py::class_<Ledger>(module, "Ledger")
-      .def(py::init([](const std::vector<Spec>& specs, std::int64_t tokens_per_block, bool reuse) {
+      .def(py::init([](const std::vector<Spec>& specs, std::int64_t tokens_per_block, bool reuse, bool journal) {
              if (tokens_per_block < 1) throw py::value_error("a block has at least one token");
              std::vector<GroupSpec> groups;
              for (const Spec& spec : specs) groups.push_back(spec_of(spec));
-             return std::make_unique<Ledger>(groups, tokens_per_block, reuse);
+             return std::make_unique<Ledger>(groups, tokens_per_block, reuse, journal);
            }),
-           py::arg("groups"), py::arg("tokens_per_block"), py::arg("reuse"))
+           py::arg("groups"), py::arg("tokens_per_block"), py::arg("reuse"), py::arg("journal") = false)
       .def(
           "open",
           [](Ledger& ledger, const py::bytes& scope, const py::buffer& tokens, Priority priority) {
@@ -113,6 +124,7 @@ void bind_ledger(py::module_& module) {
              return py::make_tuple(counts.total, counts.free, counts.cached, counts.pinned, counts.quarantined);
            })
       .def("clear", &Ledger::clear)
+      .def("drain", [](Ledger& ledger) { return journal_of(ledger.drain()); })
       .def("check_integrity", &Ledger::check_integrity);
 }
 

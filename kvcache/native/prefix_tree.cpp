@@ -30,8 +30,8 @@ bool Node::empty() const {
          std::all_of(slots.begin(), slots.end(), [](Slot slot) { return slot == kNone; });
 }
 
-PrefixTree::PrefixTree(std::vector<LayerGroup>& groups, std::int64_t tokens_per_block)
-    : groups_(groups), tokens_per_block_(tokens_per_block) {
+PrefixTree::PrefixTree(std::vector<LayerGroup>& groups, std::int64_t tokens_per_block, bool journal)
+    : groups_(groups), tokens_per_block_(tokens_per_block), keeps_journal_(journal) {
   Slot most = 0;
   for (std::size_t group = 0; group < groups.size(); ++group) {
     most = std::max(most, groups[group].store.num_slots());
@@ -102,7 +102,7 @@ void PrefixTree::evict(std::size_t group) {
   if (groups_[group].keeps_all()) {
     forget_subtree(node);
   } else {
-    forget_slot(node, group);
+    evict_slot(node, group);
   }
   prune(node);
 }
@@ -135,10 +135,18 @@ void PrefixTree::forget_subtree(Node* top) {
     for (Node* child = node->first_child; child != nullptr; child = child->behind) pending.push_back(child);
     node->first_child = node->last_child = nullptr;
     for (std::size_t group = 0; group < groups_.size(); ++group) {
-      if (node->slots[group] != kNone) forget_slot(node, group);
+      if (node->slots[group] != kNone) evict_slot(node, group);
     }
-    if (node != top) nodes_.erase(node->digest);  // unlinked already; `top` is pruned by the caller
+    if (node == top) continue;  // pruned by the caller
+    note_unlinked(node);
+    const Digest digest = node->digest;
+    nodes_.erase(digest);
   }
+}
+
+void PrefixTree::evict_slot(Node* node, std::size_t group) {
+  if (keeps_journal_) journal_.evictions.push_back({node->digest, group, node->slots[group]});
+  forget_slot(node, group);
 }
 
 void PrefixTree::forget_slot(Node* node, std::size_t group) {
@@ -165,10 +173,16 @@ Node* PrefixTree::insert(Node* parent, const Digest& digest, Priority priority) 
   node.before = parent->last_child;
   (parent->last_child == nullptr ? parent->first_child : parent->last_child->behind) = &node;
   parent->last_child = &node;
+  if (keeps_journal_ && parent != &top_) journal_.links.push_back({digest, parent->digest});
   return &node;
 }
 
+void PrefixTree::note_unlinked(const Node* node) {
+  if (keeps_journal_ && !is_root(node)) journal_.links.push_back({node->digest, std::nullopt});
+}
+
 void PrefixTree::erase(Node* node) {
+  note_unlinked(node);
   Node* parent = node->parent;
   (node->before == nullptr ? parent->first_child : node->before->behind) = node->behind;
   (node->behind == nullptr ? parent->last_child : node->behind->before) = node->before;

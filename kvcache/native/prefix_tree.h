@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "sha256.h"
@@ -44,10 +46,28 @@ struct Node {
   bool empty() const;
 };
 
+// What happened to the tree since it was last asked.
+struct Journal {
+  // A block that was linked under `parent`, or unlinked.
+  struct Link {
+    Digest digest;
+    std::optional<Digest> parent;
+  };
+  // A slot that eviction emptied of a block; its bytes are whole until its next owner writes.
+  struct Eviction {
+    Digest digest;
+    std::size_t group;
+    Slot slot;
+  };
+  std::vector<Link> links;
+  std::vector<Eviction> evictions;
+};
+
 // Finds, publishes and forgets blocks; the same decisions as PrefixTree in Python.
 class PrefixTree {
  public:
-  PrefixTree(std::vector<LayerGroup>& groups, std::int64_t tokens_per_block);
+  // journal: whether to keep one.
+  PrefixTree(std::vector<LayerGroup>& groups, std::int64_t tokens_per_block, bool journal);
   PrefixTree(const PrefixTree&) = delete;
 
   // The scope's root, made where there is none; it is dropped again with its last block.
@@ -62,13 +82,17 @@ class PrefixTree {
   void evict(std::size_t group);
   // Forgets every block that no cache uses, and what only pins keep.
   void clear();
+  // What happened since the last call.
+  Journal drain() { return std::exchange(journal_, {}); }
   bool is_root(const Node* node) const { return node->parent == &top_; }
   void check_integrity() const;
 
  private:
   std::size_t usable(const std::vector<Node*>& path) const;
   void forget_subtree(Node* top);
+  void evict_slot(Node* node, std::size_t group);
   void forget_slot(Node* node, std::size_t group);
+  void note_unlinked(const Node* node);
   void prune(Node* node);
   Node* insert(Node* parent, const Digest& digest, Priority priority);
   void erase(Node* node);
@@ -77,6 +101,8 @@ class PrefixTree {
   std::vector<LayerGroup>& groups_;
   std::vector<std::size_t> windows_;
   std::int64_t tokens_per_block_;
+  bool keeps_journal_;
+  Journal journal_;
   Node top_;  // its children are the roots
   // Digests name whole prefixes, scope included, so one table serves all parents.
   std::unordered_map<Digest, Node, DigestHash> nodes_;

@@ -73,13 +73,18 @@ class ManagerMachine(RuleBasedStateMachine):
     layouts: ClassVar[tuple[KVLayout, ...]]
     drops_stale: ClassVar[bool] = False
     debug: ClassVar[bool] = False
+    host_blocks: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
-        nbytes = BLOCKS * sum(layout.slot_nbytes for layout in self.layouts)
-        self.manager = create_manager(self.version, self.layouts, nbytes, debug=self.debug, core=self.core)
+        row_nbytes = sum(layout.slot_nbytes for layout in self.layouts)
+        host_bytes = self.host_blocks * row_nbytes
+        self.manager = create_manager(
+            self.version, self.layouts, BLOCKS * row_nbytes, debug=self.debug, core=self.core, host_bytes=host_bytes
+        )
         self.start = self.manager.counts()
         self.live: list[Live] = []
+        self.suspended: list[Live] = []
         self.closed: list[KVCache] = []
         self.pins: list[Held] = []
         self.quarantines: list[Held] = []
@@ -105,7 +110,8 @@ class ManagerMachine(RuleBasedStateMachine):
         cache = self.manager.open(scope, tokens[:prompt], max_reuse=limit, priority=priority)
         assert cache.committed == cache.history == cache.capacity == cache.reused <= limit
         if limit == prompt:
-            assert cache.reused == matched
+            # What lies in a tier below comes up only where there are pages for it.
+            assert cache.reused <= matched if self.host_blocks else cache.reused == matched
         assert cache.reused == 0 or (scope, tuple(tokens[: cache.reused])) in self.published
         live = Live(cache, scope, tokens)
         self.live.append(live)
@@ -160,6 +166,48 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         live = self._take(data, self.live)
+        live.cache.close()
+        self.closed.append(live.cache)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.live))
+        before, lengths = self._snapshot(), (live.cache.committed, live.cache.history)
+        if not live.cache.suspend():
+            assert self._snapshot() == before
+            return
+        self.live.remove(live)
+        self.suspended.append(live)
+        assert live.cache.suspended
+        assert not any(table for table, _ in self._tables(live))
+        assert (live.cache.committed, live.cache.history, live.cache.capacity) == (*lengths, lengths[1])
+        self._refused(
+            data.draw(st.sampled_from([live.cache.pin, live.cache.suspend, lambda: live.cache.reserve(LENGTH)]))
+        )
+
+    @precondition(lambda self: self.suspended)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(self.suspended))
+        cache, before = live.cache, self.manager.counts()
+        lengths = (cache.committed, cache.history)
+        try:
+            cache.resume(live.tokens)
+        except OutOfBlocksError:
+            assert cache.suspended
+            assert self.manager.counts() == before
+            assert before.free < -(-cache.history // SIZE) * len(self.layouts)
+            return
+        self.suspended.remove(live)
+        self.live.append(live)
+        live.just_committed = False
+        assert (cache.committed, cache.history) == lengths
+
+    @precondition(lambda self: self.suspended)
+    @rule(data=st.data())
+    def close_suspended(self, data: st.DataObject) -> None:
+        live = self._take(data, self.suspended)
         live.cache.close()
         self.closed.append(live.cache)
 
@@ -272,6 +320,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def generations_rise_at_allocation_only(self) -> None:
         for group, pool in enumerate(self.manager.pools):
+            if self.host_blocks:  # blocks come up from a tier below at other times too
+                break
             rose = (pool.generations > self.generations[group]).nonzero().flatten().tolist()
             assert set(rose) == self.claimed[group]
             assert bool((pool.generations >= self.generations[group]).all())
@@ -287,7 +337,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert self.manager.match(live.scope, live.tokens) >= live.cache.committed
 
     def teardown(self) -> None:
-        for live in self.live:
+        for live in self.live + self.suspended:
             live.cache.close()
         for held in self.pins + self.quarantines:
             held.hold.release()
@@ -297,6 +347,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.clear_reuse()
         self.manager.check_integrity()
         assert self.manager.counts() == self.start
+        for tier in self.manager.tier_counts():
+            assert (tier.free, tier.kept, tier.parked) == (tier.total, 0, 0)
 
     # -- what the steps do ------------------------------------------------------------------------------
 
@@ -399,6 +451,17 @@ class V2PythonMachine(V2Machine):
     core = "python"
 
 
+class V2HostMachine(V2Machine):
+    host_blocks = 9
+
+
+class V2UniformHostMachine(V2HostMachine):
+    layouts = (FULL, MLA)
+    drops_stale = False
+    debug = True
+    core = "python"
+
+
 class V2UniformMachine(ManagerMachine):
     version = "V2"
     layouts = (FULL, MLA)
@@ -411,7 +474,18 @@ class V2WindowsOnlyMachine(ManagerMachine):
     drops_stale = True
 
 
-@pytest.mark.parametrize("machine", [V1Machine, V2Machine, V2PythonMachine, V2UniformMachine, V2WindowsOnlyMachine])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        V1Machine,
+        V2Machine,
+        V2PythonMachine,
+        V2HostMachine,
+        V2UniformHostMachine,
+        V2UniformMachine,
+        V2WindowsOnlyMachine,
+    ],
+)
 def test_every_step_keeps_the_invariants(machine: type[ManagerMachine]) -> None:
     run_state_machine_as_test(
         machine,

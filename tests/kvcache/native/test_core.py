@@ -96,7 +96,9 @@ class Lockstep(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         nbytes = BLOCKS * sum(layout.slot_nbytes for layout in LAYOUTS)
-        self.managers = [create_manager("V2", LAYOUTS, nbytes, core=name) for name in ("cpp", "python")]
+        self.managers = [
+            create_manager("V2", LAYOUTS, nbytes, core=name, host_bytes=nbytes // 2) for name in ("cpp", "python")
+        ]
         self.live: list[tuple[Pair, list[int]]] = []
         self.holds: list[tuple[BlockHold, BlockHold]] = []
 
@@ -135,17 +137,28 @@ class Lockstep(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        self._keep([cache.pin() for cache in self._any(data)[0]])
+        pair, _ = self._any(data)
+        if not pair[0].suspended:
+            self._keep([cache.pin() for cache in pair])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), quarantine=st.booleans())
     def end(self, data: st.DataObject, quarantine: bool) -> None:
         entry = self._any(data)
         self.live.remove(entry)
-        if quarantine:
+        if quarantine and not entry[0][0].suspended:
             self._keep([cache.quarantine() for cache in entry[0]])
         else:
             self._both(lambda cache: cache.close(), entry[0])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def suspend_or_resume(self, data: st.DataObject) -> None:
+        pair, tokens = self._any(data)
+        if pair[0].suspended:
+            self._both(lambda cache: cache.resume(tokens), pair)
+        else:
+            assert pair[0].suspend() == pair[1].suspend()
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
@@ -164,6 +177,7 @@ class Lockstep(RuleBasedStateMachine):
     def alike(self) -> None:
         cpp, python = self.managers
         assert cpp.counts() == python.counts()
+        assert cpp.tier_counts() == python.tier_counts()
         for ours, theirs in zip(cpp.pools, python.pools, strict=True):
             assert ours.generations.tolist() == theirs.generations.tolist()
         for scope in ("", "a"):

@@ -1,0 +1,132 @@
+"""Blocks on their way between V2's pools and the tier below."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.core import block_digest
+from kvferry.kvcache.core_v2 import CoreCache, CoreLedger, Evictions
+from kvferry.kvcache.groups import GroupRule
+from kvferry.kvcache.host_tier import HostTier, Parked
+from kvferry.kvcache.pool import Pages
+
+
+class TieredBooks:
+    """A core's books together with the memory they stand for. host None: what is evicted is gone."""
+
+    def __init__(self, ledger: CoreLedger, pages: Pages, rules: Sequence[GroupRule], host: HostTier | None) -> None:
+        self.ledger = ledger
+        self.pages = pages
+        self.rules = tuple(rules)
+        self.host = host
+        self._size = rules[0].tokens_per_block
+
+    def grow(self, core: CoreCache, blocks: int) -> None:
+        """Gets the missing slots of `core` and makes them its own; what had to be evicted goes down a tier first."""
+        taken = core.grow(blocks)
+        if self.host is not None:
+            _, evictions = self.ledger.drain()
+            self._offload(self.host, evictions)
+        for group, slots in enumerate(taken):
+            if slots:
+                self.pages.claim(group, slots)
+
+    def _offload(self, host: HostTier, evictions: Evictions) -> None:
+        for group, shelf in enumerate(host.shelves):
+            blocks = {digest: slot for digest, which, slot in evictions if which == group}
+            if blocks:
+                shelf.keep(blocks, self.pages.rows(group))
+
+    def open(self, scope: bytes, tokens: array[int], priority: int) -> CoreCache:
+        """A cache that starts with the longest prefix the pools and the tier below can serve together."""
+        core = self.ledger.open(scope, tokens, priority)
+        if self.host is not None:
+            self._restore(self.host, core, scope, tokens)
+        return core
+
+    def match(self, scope: bytes, tokens: array[int]) -> int:
+        """Blocks of that prefix."""
+        blocks = self.ledger.match(scope, tokens)
+        if self.host is None:
+            return blocks
+        return blocks + self.host.servable(blocks, self._digests(scope, tokens)[blocks:])
+
+    def _restore(self, host: HostTier, core: CoreCache, scope: bytes, tokens: array[int]) -> None:
+        """Brings the blocks behind the published prefix up again, as many as there are pages for: all or none."""
+        start = core.published
+        digests = self._digests(scope, tokens)[start:]
+        stop = start + host.servable(start, digests)
+        if stop == start or core.shortage(stop) is not None:
+            return
+        history = stop * self._size
+        core.advance(history, history)  # a window starts where the longer prefix needs it to
+        firsts = [max(start, core.first_block(group)) for group in range(len(self.rules))]
+        needed = [digests[first - start : stop - start] for first in firsts]
+        lent = [shelf.lend(wanted) for shelf, wanted in zip(host.shelves, needed, strict=True)]
+        self.grow(core, stop)
+        for group, (shelf, wanted, slots) in enumerate(zip(host.shelves, needed, lent, strict=True)):
+            self._bring_up(core, group, firsts[group], slots, shelf.rows)
+            shelf.end_loan(wanted, slots)
+        core.publish(tokens[start * self._size : history], stop, history)
+
+    def _bring_up(self, core: CoreCache, group: int, first: int, sources: Sequence[int], rows: torch.Tensor) -> None:
+        """Copies slots of `rows` to the blocks of `core` from index `first` on."""
+        offset = first - core.first_block(group)
+        self.pages.write(group, list(core.table(group)[offset : offset + len(sources)]), rows, sources)
+
+    def _digests(self, scope: bytes, tokens: array[int]) -> list[bytes]:
+        digests = []
+        for start in range(0, len(tokens) - self._size + 1, self._size):
+            scope = block_digest(scope, tokens[start : start + self._size])
+            digests.append(scope)
+        return digests
+
+    def suspend(self, core: CoreCache, history: int) -> Parked | None:
+        """Moves the bytes of `history` tokens down and closes `core`; None, with nothing changed, for lack of room."""
+        if self.host is None:
+            return None
+        blocks = -(-history // self._size)
+        firsts, tables = [], []
+        for group, rule in enumerate(self.rules):
+            start = core.first_block(group)
+            first = max(start, rule.first_live_block(history))
+            firsts.append(first)
+            tables.append(list(core.table(group)[first - start : blocks - start]))
+        parked = self.host.park(tables, firsts, [self.pages.rows(group) for group in range(len(self.rules))])
+        if parked is not None:
+            core.close()
+        return parked
+
+    def resume(self, parked: Parked, core: CoreCache, history: int, tokens: array[int]) -> tuple[int, int, int] | None:
+        """Fills `core`, just opened with what the pools still hold of `tokens` (the committed ones), with the parked
+        bytes; releases them. The shortage, with `core` closed and nothing else changed, when pages are lacking."""
+        assert self.host is not None
+        published, blocks = core.published, -(-history // self._size)
+        core.advance(history, history)
+        shortage = core.shortage(blocks)
+        if shortage is not None:
+            core.close()
+            return shortage
+        self.grow(core, blocks)
+        for group, shelf in enumerate(self.host.shelves):
+            first = max(published, parked.first_blocks[group])
+            sources = parked.slots[group][first - parked.first_blocks[group] :]
+            self._bring_up(core, group, first, sources, shelf.rows)
+        committed = len(tokens) // self._size
+        if committed > published:
+            core.publish(tokens[published * self._size :], committed, history)
+        parked.release()
+        return None
+
+    def clear(self) -> None:
+        self.ledger.clear()
+        if self.host is not None:
+            self.host.clear()
+
+    def check_integrity(self) -> None:
+        self.ledger.check_integrity()
+        if self.host is not None:
+            self.host.check_integrity()
