@@ -65,7 +65,13 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
     )
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
     manager = create_manager(
-        resolution.manager, runner.layouts, cache.bytes, prefix_reuse=reuse, device=engine.device, core=cache.core
+        resolution.manager,
+        runner.layouts,
+        cache.bytes,
+        prefix_reuse=reuse,
+        device=engine.device,
+        core=cache.core,
+        host_bytes=cache.host_bytes,
     )
     return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), model_fingerprint(model_dir))
 

@@ -12,7 +12,7 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit
 from kvferry.engine.sequence import Sequence
-from kvferry.kvcache import BlockHold, KVCacheManager
+from kvferry.kvcache import BlockHold, KVCacheManager, OutOfBlocksError
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,8 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
     # -- admission --------------------------------------------------------------------------------------
 
     def _start(self, sequence: DecodeSequence) -> bool:
+        if sequence.leg.state is DecodeLeg.SUSPENDED:
+            return self._resume(sequence)
         cache = self._open_cache(sequence)
         if cache is None:
             return False
@@ -116,6 +118,26 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         else:
             sequence.leg.to(DecodeLeg.PREFILLING)
             self._running.append(sequence)
+        return True
+
+    def _suspend(self, sequence: DecodeSequence) -> bool:
+        if sequence.cache is None or not sequence.cache.suspend():
+            return False
+        sequence.leg.to(DecodeLeg.SUSPENDED)
+        return True
+
+    def _resume(self, sequence: DecodeSequence) -> bool:
+        assert sequence.cache is not None
+        # As for a newcomer: a block for each running sequence to grow into, or it would be suspended again at once.
+        room = len(sequence.tokens) + self._admitted * self.runner.settings.tokens_per_block
+        if self._admitted and not self.manager.can_reserve(room):
+            return False
+        try:
+            sequence.cache.resume(sequence.tokens)
+        except OutOfBlocksError:
+            return False
+        sequence.leg.to(DecodeLeg.PREFILLING if sequence.uncomputed > 1 else DecodeLeg.RUNNING)
+        self._running.append(sequence)
         return True
 
     def _load(self, sequence: DecodeSequence, handle: bytes) -> None:

@@ -62,8 +62,8 @@ class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32, temperature=0))``.
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
-    KV pools. kv_core: cpp or python, who keeps V2's books. settings: fields of `EngineSettings`. Raises ConfigError
-    naming a setting. Not thread-safe.
+    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of V2's host tier. settings: fields
+    of `EngineSettings`. Raises ConfigError naming a setting. Not thread-safe.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class LLM:
         manager: str = "auto",
         kv_bytes: int = DEFAULT_KV_BYTES,
         kv_core: str = "cpp",
+        kv_host_bytes: int = 0,
         prefix_reuse: bool = True,
         **settings: Any,
     ) -> None:
@@ -81,7 +82,12 @@ class LLM:
         self.tokenizer = Tokenizer.load(model_dir)
         self._runner = ModelRunner.load(model_dir, EngineSettings(**settings))
         self.manager = create_manager(
-            self.resolution.manager, self._runner.layouts, kv_bytes, prefix_reuse=prefix_reuse, core=kv_core
+            self.resolution.manager,
+            self._runner.layouts,
+            kv_bytes,
+            prefix_reuse=prefix_reuse,
+            core=kv_core,
+            host_bytes=kv_host_bytes,
         )
         self._events: list[tuple[int, object]] = []
         self._scheduler = GenerationScheduler(self._runner, self.manager, lambda *event: self._events.append(event))

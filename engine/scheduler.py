@@ -179,7 +179,8 @@ class BatchScheduler(ABC, Generic[L]):
         chunks = []
         running = list(self._running)
         for sequence, length in zip(running, plan_chunks(running, self._budget.tokens), strict=True):
-            if length and sequence.cache is not None and self._make_room(sequence, length):
+            # One further to the front may have preempted it a moment ago.
+            if length and sequence.has_pages and self._make_room(sequence, length):
                 sequence.mark("started")
                 chunks.append(Chunk(sequence, length))
         return chunks
@@ -202,16 +203,24 @@ class BatchScheduler(ABC, Generic[L]):
                     return False
 
     def _preempt(self, sequence: Sequence[L]) -> None:
-        """Gives its blocks up; it is computed again later, from what the prefix cache still holds."""
+        """Gives its blocks up. With a tier below it goes on later where it was; without, it is computed again, from
+        what the prefix cache still holds."""
+        self._running.remove(sequence)
+        suspended = self._suspend(sequence)
         logger.warning(
-            "preempted at %d tokens: the KV pool is full (kv_cache.bytes)",
+            "preempted at %d tokens (%s): the KV pool is full (kv_cache.bytes)",
             len(sequence.tokens),
+            "suspended" if suspended else "to be computed again",
             extra={"request_id": sequence.request.request_id},
         )
-        self._running.remove(sequence)
-        sequence.drop_cache()
-        sequence.leg.to(self._legs["QUEUED"])
+        if not suspended:
+            sequence.drop_cache()
+            sequence.leg.to(self._legs["QUEUED"])
         self._waiting.appendleft(sequence)
+
+    def _suspend(self, sequence: Sequence[L]) -> bool:
+        """Moves a sequence's cache out of the pools; False, with nothing changed, where that cannot be."""
+        return False
 
     def _fail_step(self, chunks: list[Chunk]) -> None:
         """A bug in the forward pass ends the sequences of that step, not the worker."""

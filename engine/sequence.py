@@ -112,6 +112,11 @@ class Sequence(Generic[L]):
         if self.cached_tokens is None:
             self.cached_tokens = min(cache.reused, self.prompt_len)
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether it can be computed: it has a cache, and that is not suspended."""
+        return self.cache is not None and not self.cache.suspended
+
     def drop_cache(self) -> None:
         """Closes the cache if there is one; its published blocks stay findable."""
         if self.cache is not None:

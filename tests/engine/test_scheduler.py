@@ -80,6 +80,39 @@ def test_a_full_pool_preempts_and_everybody_finishes(version: str) -> None:
     assert bench.manager.counts().free == bench.manager.counts().total
 
 
+@pytest.mark.parametrize("host_blocks", [4, 40])
+def test_with_a_tier_below_preempted_requests_are_suspended_and_go_on_where_they_were(host_blocks: int) -> None:
+    bench = make_bench(blocks=12, host_blocks=host_blocks)
+    prompts = [[p + 1] * 6 for p in range(4)]
+    sequences = [bench.add(prompt, count=20) for prompt in prompts]
+    seen: set[str] = set()
+    while bench.scheduler.has_work:
+        bench.scheduler.step()
+        seen |= bench.scheduler.counts().keys()
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert bench.output(sequence.key) == expected_output(prompt, 20)
+    assert "suspended" in seen
+    if host_blocks == 40:  # room for all: nothing is computed twice
+        assert sum(bench.runner.steps) == 4 * (6 + 19)
+    assert bench.manager.counts().free == bench.manager.counts().total
+    assert bench.manager.tier_counts()[0].parked == 0
+    bench.manager.check_integrity()
+
+
+def test_a_suspended_request_can_be_cancelled() -> None:
+    bench = make_bench(blocks=12, host_blocks=40)
+    sequences = [bench.add([p + 1] * 6, count=20) for p in range(4)]
+    while "suspended" not in bench.scheduler.counts():
+        bench.scheduler.step()
+    suspended = [s for s in sequences if s.leg.state is DecodeLeg.SUSPENDED]
+    for sequence in suspended:
+        bench.scheduler.cancel(sequence.key)
+        assert isinstance(bench.error(sequence.key), RequestCancelledError)
+    assert bench.manager.tier_counts()[0].parked == 0
+    bench.run()
+    assert bench.manager.counts().free == bench.manager.counts().total
+
+
 def test_what_can_never_fit_is_refused_with_the_setting() -> None:
     bench = make_bench(blocks=4)
     with pytest.raises(InvalidRequestError, match=r"kv_cache\.bytes") as caught:

@@ -115,9 +115,11 @@ class Bench:
         return last
 
 
-def make_bench(blocks: int = 64, version: str = "V2", **settings: Any) -> Bench:
+def make_bench(blocks: int = 64, version: str = "V2", host_blocks: int = 0, **settings: Any) -> Bench:
     runner = EchoRunner(EngineSettings(tokens_per_block=BLOCK, **settings))
-    manager = create_manager(version, runner.layouts, blocks * LAYOUT.slot_nbytes)
+    manager = create_manager(
+        version, runner.layouts, blocks * LAYOUT.slot_nbytes, host_bytes=host_blocks * LAYOUT.slot_nbytes
+    )
     events: dict[int, list[Any]] = {}
     scheduler = GenerationScheduler(
         runner,  # type: ignore[arg-type]
