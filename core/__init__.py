@@ -18,6 +18,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.hashing import block_digest, block_digests, scope_digest, tokens_digest
 from kvferry.core.ids import new_cluster_id, new_incarnation, new_request_id
+from kvferry.core.kv_events import BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventReader, Tier
 from kvferry.core.layout import AxisOrder, DType, GroupKind, KVLayout, MemRegion, TokenRange
 from kvferry.core.lifecycle import (
     DECODE_TRANSITIONS,
@@ -56,6 +57,8 @@ __all__ = [
     "AuxRecord",
     "AxisOrder",
     "BlockCounts",
+    "BlockRemoved",
+    "BlockStored",
     "BlockTable",
     "CheckpointError",
     "ConfigError",
@@ -68,6 +71,9 @@ __all__ = [
     "IllegalTransitionError",
     "InternalError",
     "InvalidRequestError",
+    "KVEvent",
+    "KVEventBatch",
+    "KVEventReader",
     "KVFerryError",
     "KVLayout",
     "Lifecycle",
@@ -86,6 +92,7 @@ __all__ = [
     "Role",
     "SamplingParams",
     "Source",
+    "Tier",
     "Timings",
     "TokenLogprob",
     "TokenRange",

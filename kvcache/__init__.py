@@ -9,14 +9,18 @@ from kvferry.kvcache.base import (
     OutOfBlocksError,
     TierCounts,
 )
+from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.factory import MANAGERS, ManagerBuilder, create_manager
+from kvferry.kvcache.options import CacheOptions
 
 __all__ = [
     "MANAGERS",
     "BlockHold",
+    "CacheOptions",
     "CacheStateError",
     "KVCache",
     "KVCacheManager",
+    "KVEventLog",
     "KVPool",
     "ManagerBuilder",
     "OutOfBlocksError",

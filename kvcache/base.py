@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.core import BlockCounts, BlockTable, KVFerryError, KVLayout, MemRegion, OverloadedError
+from kvferry.kvcache.events import KVEventLog
 
 
 class OutOfBlocksError(OverloadedError):
@@ -193,6 +194,11 @@ class KVCacheManager(ABC):
     @abstractmethod
     def tier_counts(self) -> tuple[TierCounts, ...]:
         """The tiers below the pools, the nearest first; none where there are none."""
+
+    @property
+    @abstractmethod
+    def events(self) -> KVEventLog | None:
+        """What became reusable and what no longer is; None where no events are kept."""
 
     @abstractmethod
     def clear_reuse(self) -> None:

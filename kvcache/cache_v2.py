@@ -59,7 +59,7 @@ class CacheV2(TrackedCache):
         self._check_open()
         self._state = CacheState.CLOSED
         self._shared.caches.remove(self)
-        return self._hold(self._core.quarantine())
+        return self._hold(self._shared.books.quarantine(self._core))
 
     def _hold(self, core: CoreHold) -> TableHold:
         pages = self._shared.books.pages
@@ -94,7 +94,8 @@ class CacheV2(TrackedCache):
         if not self._shared.reuse:
             return self._committed
         full = blocks * self._tokens_per_block
-        self._core.publish(array("I", token_ids[self._committed : full]), blocks, self._history)
+        tokens = array("I", token_ids[self._committed : full])
+        self._shared.books.publish(self._core, tokens, blocks, self._history)
         return full
 
     def _park(self) -> bool:
@@ -117,7 +118,7 @@ class CacheV2(TrackedCache):
         self._shared.caches.remove(self)
 
     def _give_back(self) -> None:
-        self._core.close()
+        self._shared.books.close(self._core)
         self._shared.caches.remove(self)
 
     def _blocks(self, tokens: int) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from kvferry.core import ConfigError, KVLayout
+from kvferry.core import ConfigError, KVLayout, Tier
 from kvferry.kvcache.base import TierCounts
+from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule
 
@@ -20,12 +21,14 @@ from kvferry.kvcache.groups import GroupRule
 class Shelf:
     """One layer group's slots. `rows` of a pool or a shelf: uint8 [slots, slot_nbytes]."""
 
-    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+    def __init__(self, layout: KVLayout, num_slots: int, events: KVEventLog | None = None) -> None:
+        """events: told what is kept here and what is given up."""
         self.num_slots = num_slots
         self.rows = torch.zeros((num_slots, layout.slot_nbytes), dtype=torch.uint8)
         self._free = FreeSlots(num_slots)
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self._lent: set[bytes] = set()
+        self._events = events
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._kept
@@ -52,6 +55,8 @@ class Shelf:
             elif digest not in self._lent and self.room:
                 slot = self._take_one()
                 self._kept[digest] = slot
+                if self._events is not None:
+                    self._events.copied(digest, Tier.HOST)
                 copies[slot] = source  # a slot that this very call filled and gave up again: the newest wins
         _copy(self.rows, list(copies), rows, list(copies.values()))
 
@@ -78,14 +83,19 @@ class Shelf:
 
     def clear(self) -> None:
         """Forgets what is kept."""
-        self.unpark(self._kept.values())
-        self._kept.clear()
+        while self._kept:
+            self._give_up_oldest()
 
     def _take_one(self) -> int:
         if not len(self._free):
-            _, slot = self._kept.popitem(last=False)
-            self._free.put(slot)
+            self._give_up_oldest()
         return self._free.take(1)[0]
+
+    def _give_up_oldest(self) -> None:
+        digest, slot = self._kept.popitem(last=False)
+        self._free.put(slot)
+        if self._events is not None:
+            self._events.removed(digest, Tier.HOST)
 
     def check_integrity(self, parked: Sequence[int]) -> None:
         self._free.check_integrity()
@@ -118,8 +128,10 @@ class Parked:
 class HostTier:
     """A shelf per layer group. Not thread-safe: the manager that owns it runs on the engine thread."""
 
-    def __init__(self, layouts: Sequence[KVLayout], nbytes: int) -> None:
-        """Raises ConfigError when not even one block of each group fits."""
+    def __init__(self, layouts: Sequence[KVLayout], nbytes: int, events: KVEventLog | None = None) -> None:
+        """events: told which blocks are here, going by the first group that keeps every block of a sequence.
+
+        Raises ConfigError when not even one block of each group fits."""
         row_nbytes = sum(layout.slot_nbytes for layout in layouts)
         if nbytes < row_nbytes:
             raise ConfigError(
@@ -128,7 +140,11 @@ class HostTier:
                 field="kv_cache.host_bytes",
             )
         self._rules = [GroupRule.of(layout) for layout in layouts]
-        self.shelves = [Shelf(layout, nbytes // row_nbytes) for layout in layouts]
+        lead = next((group for group, rule in enumerate(self._rules) if rule.keeps_all), 0)
+        self.shelves = [
+            Shelf(layout, nbytes // row_nbytes, events if group == lead else None)
+            for group, layout in enumerate(layouts)
+        ]
         self.parked: set[Parked] = set()
 
     def park(

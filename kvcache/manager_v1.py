@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvferry.core import BlockCounts, BlockTable, ConfigError, KVLayout, block_digest, scope_digest
+from kvferry.core import BlockCounts, BlockTable, ConfigError, KVLayout, Tier, block_digest, scope_digest
 from kvferry.kvcache.base import (
     BlockHold,
     CacheStateError,
@@ -15,9 +15,11 @@ from kvferry.kvcache.base import (
     OutOfBlocksError,
     TierCounts,
 )
+from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
 from kvferry.kvcache.lengths import CacheState, TrackedCache
+from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
 from kvferry.kvcache.slots import SlotStore
 
@@ -40,7 +42,10 @@ class LedgerV1:
     findable again when the gap is computed and published anew.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, pages: Pages, reuse: bool) -> None:
+    def __init__(
+        self, num_blocks: int, tokens_per_block: int, pages: Pages, reuse: bool, events: KVEventLog | None
+    ) -> None:
+        self.events = events
         self.store = SlotStore(num_blocks)
         self.tokens_per_block = tokens_per_block
         self.pages = pages
@@ -78,13 +83,16 @@ class LedgerV1:
             self.pages.claim(group, slots)
         return slots
 
-    def publish(self, digest: bytes, slot: int, priority: int) -> ChainEntry:
-        """The entry of `digest`, made of `slot` if there is none."""
+    def publish(self, parent: bytes, tokens: array[int], slot: int, priority: int) -> ChainEntry:
+        """The entry of the block with `tokens` behind the prefix `parent`, made of `slot` if there is none."""
+        digest = block_digest(parent, tokens)
         entry = self.chain.get(digest)
         if entry is None:
             entry = ChainEntry(digest, slot, priority)
             self.store.publish(slot, entry)
             self.chain[digest] = entry
+            if self.events is not None:
+                self.events.stored(digest, parent, tokens)
         entry.priority = max(entry.priority, priority)
         return entry
 
@@ -98,6 +106,8 @@ class LedgerV1:
         assert isinstance(entry, ChainEntry)
         del self.chain[entry.digest]
         self.store.unpublish(slot)
+        if self.events is not None:
+            self.events.removed(entry.digest, Tier.DEVICE)
 
     def check_integrity(self) -> None:
         holders: dict[int, int] = {}
@@ -113,6 +123,8 @@ class LedgerV1:
         for digest, entry in self.chain.items():
             assert entry.digest == digest
             assert self.store.publication(entry.slot) is entry
+        if self.events is not None:
+            assert self.events.held(Tier.DEVICE) == self.chain.keys(), "events and chain disagree"
 
 
 class CacheV1(TrackedCache):
@@ -174,9 +186,9 @@ class CacheV1(TrackedCache):
         packed = array("I", token_ids[done * size : blocks * size])
         for index in range(done, blocks):
             at = (index - done) * size
-            self._digest = block_digest(self._digest, packed[at : at + size])
             mine = self._table[index]
-            theirs = self._ledger.publish(self._digest, mine, self._priority).slot
+            entry = self._ledger.publish(self._digest, packed[at : at + size], mine, self._priority)
+            self._digest, theirs = entry.digest, entry.slot
             if theirs != mine:  # another request was first: use its copy, give ours back (a pin may keep it)
                 store.hold(theirs)
                 self._table[index] = theirs
@@ -213,28 +225,20 @@ class ManagerV1(KVCacheManager):
     version = "V1"
     core = "python"
 
-    def __init__(
-        self,
-        layouts: Sequence[KVLayout],
-        nbytes: int,
-        *,
-        prefix_reuse: bool = True,
-        device: str = "cpu",
-        debug: bool = False,
-        core: str = "python",
-        host_bytes: int = 0,
-    ) -> None:
-        """core: there is one only; a worker's setting may say otherwise, because it is V2's."""
-        if host_bytes:
+    def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
+        """options.core: there is one only; a worker's setting may say otherwise, because it is V2's."""
+        if options.host_bytes:
             raise ConfigError(
-                f"kv_cache.host_bytes is {host_bytes}, but manager V1 has no host tier: set it to 0, or "
+                f"kv_cache.host_bytes is {options.host_bytes}, but manager V1 has no host tier: set it to 0, or "
                 "kv_cache.manager to V2",
                 field="kv_cache.host_bytes",
             )
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
-        self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
-        self._ledger = LedgerV1(num_blocks, tokens_per_block, Pages(self._pools, debug), prefix_reuse)
+        self._pools = tuple(build_pool(layout, num_blocks, options.device) for layout in layouts)
+        self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
+        pages = Pages(self._pools, options.debug)
+        self._ledger = LedgerV1(num_blocks, tokens_per_block, pages, options.prefix_reuse, self._events)
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -267,6 +271,10 @@ class ManagerV1(KVCacheManager):
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return ()
+
+    @property
+    def events(self) -> KVEventLog | None:
+        return self._events
 
     def clear_reuse(self) -> None:
         self._ledger.clear()

@@ -9,8 +9,10 @@ from kvferry.core import BlockCounts, KVLayout, scope_digest
 from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool, TierCounts
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
 from kvferry.kvcache.core_v2 import CORES
+from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import GroupRule, check_layouts
 from kvferry.kvcache.host_tier import HostTier
+from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
 from kvferry.kvcache.tiering import TieredBooks
 
@@ -24,27 +26,19 @@ class ManagerV2(KVCacheManager):
 
     version = "V2"
 
-    def __init__(
-        self,
-        layouts: Sequence[KVLayout],
-        nbytes: int,
-        *,
-        prefix_reuse: bool = True,
-        device: str = "cpu",
-        debug: bool = False,
-        core: str = "cpp",
-        host_bytes: int = 0,
-    ) -> None:
-        build_core = CORES.get(core)
+    def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
+        build_core = CORES.get(options.core)
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         rules = [GroupRule.of(layout) for layout in layouts]
-        self.core = core
-        self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
-        host = HostTier(layouts, host_bytes) if host_bytes else None
-        ledger = build_core(rules, [num_blocks] * len(layouts), prefix_reuse, host is not None)
-        self._books = TieredBooks(ledger, Pages(self._pools, debug), rules, host)
-        self._shared = SharedV2(self._books, tokens_per_block, prefix_reuse)
+        self.core = options.core
+        self._pools = tuple(build_pool(layout, num_blocks, options.device) for layout in layouts)
+        self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
+        host = HostTier(layouts, options.host_bytes, self._events) if options.host_bytes else None
+        journal = host is not None or self._events is not None
+        ledger = build_core(rules, [num_blocks] * len(layouts), options.prefix_reuse, journal)
+        self._books = TieredBooks(ledger, Pages(self._pools, options.debug), rules, host, self._events)
+        self._shared = SharedV2(self._books, tokens_per_block, options.prefix_reuse)
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -73,6 +67,10 @@ class ManagerV2(KVCacheManager):
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return (self._books.host.counts(),) if self._books.host is not None else ()
+
+    @property
+    def events(self) -> KVEventLog | None:
+        return self._events
 
     def clear_reuse(self) -> None:
         self._books.clear()

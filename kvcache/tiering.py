@@ -7,32 +7,74 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.core import block_digest
-from kvferry.kvcache.core_v2 import CoreCache, CoreLedger, Evictions
+from kvferry.core import Tier, block_digest
+from kvferry.kvcache.core_v2 import CoreCache, CoreHold, CoreLedger, Evictions
+from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import GroupRule
 from kvferry.kvcache.host_tier import HostTier, Parked
 from kvferry.kvcache.pool import Pages
 
 
 class TieredBooks:
-    """A core's books together with the memory they stand for. host None: what is evicted is gone."""
+    """A core's books together with the memory they stand for, and with everybody who must know what happens to it.
 
-    def __init__(self, ledger: CoreLedger, pages: Pages, rules: Sequence[GroupRule], host: HostTier | None) -> None:
+    host None: what is evicted is gone. All calls that may evict, publish or unlink go through here.
+    """
+
+    def __init__(
+        self,
+        ledger: CoreLedger,
+        pages: Pages,
+        rules: Sequence[GroupRule],
+        host: HostTier | None,
+        events: KVEventLog | None,
+    ) -> None:
+        """The ledger keeps a journal where there is a host tier or an event log."""
         self.ledger = ledger
         self.pages = pages
         self.rules = tuple(rules)
         self.host = host
+        self._events = events
         self._size = rules[0].tokens_per_block
 
     def grow(self, core: CoreCache, blocks: int) -> None:
         """Gets the missing slots of `core` and makes them its own; what had to be evicted goes down a tier first."""
         taken = core.grow(blocks)
-        if self.host is not None:
-            _, evictions = self.ledger.drain()
-            self._offload(self.host, evictions)
+        self._follow()
         for group, slots in enumerate(taken):
             if slots:
                 self.pages.claim(group, slots)
+
+    def publish(self, core: CoreCache, tokens: array[int], blocks: int, history: int) -> None:
+        """Publishes the blocks below index `blocks`; `tokens` are those of the unpublished ones among them."""
+        core.publish(tokens, blocks, history)
+        self._follow(tokens)
+
+    def close(self, core: CoreCache) -> None:
+        core.close()
+        self._follow()
+
+    def quarantine(self, core: CoreCache) -> CoreHold:
+        hold = core.quarantine()
+        self._follow()
+        return hold
+
+    def _follow(self, tokens: Sequence[int] = ()) -> None:
+        """Does with the journal what the tier below and the readers of events need. tokens: of the blocks just
+        published; those that are new are the last of them, since nothing can hang on a new block yet."""
+        if self.host is None and self._events is None:
+            return
+        links, evictions = self.ledger.drain()
+        if self.host is not None and evictions:
+            self._offload(self.host, evictions)
+        if self._events is not None:
+            at = len(tokens) - self._size * sum(parent is not None for _, parent in links)
+            for digest, parent in links:
+                if parent is None:
+                    self._events.removed(digest, Tier.DEVICE)
+                else:
+                    self._events.stored(digest, parent, tokens[at : at + self._size])
+                    at += self._size
 
     def _offload(self, host: HostTier, evictions: Evictions) -> None:
         for group, shelf in enumerate(host.shelves):
@@ -70,7 +112,7 @@ class TieredBooks:
         for group, (shelf, wanted, slots) in enumerate(zip(host.shelves, needed, lent, strict=True)):
             self._bring_up(core, group, firsts[group], slots, shelf.rows)
             shelf.end_loan(wanted, slots)
-        core.publish(tokens[start * self._size : history], stop, history)
+        self.publish(core, tokens[start * self._size : history], stop, history)
 
     def _bring_up(self, core: CoreCache, group: int, first: int, sources: Sequence[int], rows: torch.Tensor) -> None:
         """Copies slots of `rows` to the blocks of `core` from index `first` on."""
@@ -97,7 +139,7 @@ class TieredBooks:
             tables.append(list(core.table(group)[first - start : blocks - start]))
         parked = self.host.park(tables, firsts, [self.pages.rows(group) for group in range(len(self.rules))])
         if parked is not None:
-            core.close()
+            self.close(core)
         return parked
 
     def resume(self, parked: Parked, core: CoreCache, history: int, tokens: array[int]) -> tuple[int, int, int] | None:
@@ -108,7 +150,7 @@ class TieredBooks:
         core.advance(history, history)
         shortage = core.shortage(blocks)
         if shortage is not None:
-            core.close()
+            self.close(core)
             return shortage
         self.grow(core, blocks)
         for group, shelf in enumerate(self.host.shelves):
@@ -117,12 +159,13 @@ class TieredBooks:
             self._bring_up(core, group, first, sources, shelf.rows)
         committed = len(tokens) // self._size
         if committed > published:
-            core.publish(tokens[published * self._size :], committed, history)
+            self.publish(core, tokens[published * self._size :], committed, history)
         parked.release()
         return None
 
     def clear(self) -> None:
         self.ledger.clear()
+        self._follow()
         if self.host is not None:
             self.host.clear()
 

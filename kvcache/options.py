@@ -1,0 +1,21 @@
+"""How a manager is to be built, apart from what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """prefix_reuse False: nothing is published, `match` is always 0. debug: fresh pages are filled with NaN.
+
+    core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only. host_bytes: size of the
+    host tier below the pools, 0 for none. event_capacity: how many KV events are kept for readers, 0 for none.
+    """
+
+    prefix_reuse: bool = True
+    device: str = "cpu"
+    debug: bool = False
+    core: str = "cpp"
+    host_bytes: int = 0
+    event_capacity: int = 0
