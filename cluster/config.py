@@ -69,6 +69,8 @@ class KVCacheConfig(Section):
     core: Literal["cpp", "python"] = Field(default="cpp", description="which implementation keeps the books of V2")
     bytes: NumBytes = Field(default=512 << 20, ge=1, description="one worker's block pools, such as 512MiB or 2GB")
     host_bytes: NumBytes = Field(default=0, ge=0, description="host memory below the pools of V2, per worker; 0: none")
+    disk_bytes: NumBytes = Field(default=0, ge=0, description="files below the host tier, per worker; 0: none")
+    disk_dir: str | None = Field(default=None, description="folder for these files, on every worker's machine")
     tokens_per_block: int = Field(default=16, ge=1, le=1024, description="tokens of one KV block")
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")
 

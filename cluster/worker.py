@@ -64,6 +64,7 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         ),
     )
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
+    fingerprint = model_fingerprint(model_dir)
     manager = create_manager(
         resolution.manager,
         runner.layouts,
@@ -72,8 +73,10 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         device=engine.device,
         core=cache.core,
         host_bytes=cache.host_bytes,
+        disk_bytes=cache.disk_bytes,
+        disk_dir=Path(cache.disk_dir) / fingerprint / spec.name if cache.disk_dir else None,
     )
-    return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), model_fingerprint(model_dir))
+    return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     finally:
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(loaded.manager.close)
 
 
 def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:

@@ -16,7 +16,7 @@ from kvferry.core.errors import (
     UnavailableError,
     error_for_code,
 )
-from kvferry.core.hashing import block_digest, block_digests, scope_digest, tokens_digest
+from kvferry.core.hashing import DIGEST_NBYTES, block_digest, block_digests, scope_digest, tokens_digest
 from kvferry.core.ids import new_cluster_id, new_incarnation, new_request_id
 from kvferry.core.kv_events import BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventReader, Tier
 from kvferry.core.layout import AxisOrder, DType, GroupKind, KVLayout, MemRegion, TokenRange
@@ -51,6 +51,7 @@ from kvferry.core.transfer import PROTOCOL_VERSION, BlockTable, RankInfo, Transf
 
 __all__ = [
     "DECODE_TRANSITIONS",
+    "DIGEST_NBYTES",
     "PREFILL_TRANSITIONS",
     "PROTOCOL_VERSION",
     "REQUEST_TRANSITIONS",

@@ -205,5 +205,9 @@ class KVCacheManager(ABC):
         """Forgets every published prefix that no live cache uses."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Ends what works in the background; waits for its pending writes. No cache may be used afterwards."""
+
+    @abstractmethod
     def check_integrity(self) -> None:
         """Raises AssertionError when a structural invariant is broken. For tests and idle moments."""

@@ -35,9 +35,11 @@ class KVEventLog:
             self._store(digest, known, Tier.DEVICE)
 
     def copied(self, digest: bytes, tier: Tier) -> None:
-        """A block that is known from another tier can be had from `tier` too."""
+        """A block can be had from `tier` too. Not told where its tokens are unknown: it was found on disk."""
         with self._lock:
-            self._store(digest, self._known[digest], tier)
+            known = self._known.get(digest)
+            if known is not None:
+                self._store(digest, known, tier)
 
     def _store(self, digest: bytes, known: _Known, tier: Tier) -> None:
         assert tier not in known.tiers, "a block is announced twice"
@@ -46,7 +48,9 @@ class KVEventLog:
 
     def removed(self, digest: bytes, tier: Tier) -> None:
         with self._lock:
-            known = self._known[digest]
+            known = self._known.get(digest)
+            if known is None or tier not in known.tiers:
+                return  # was never told either
             known.tiers.remove(tier)
             if not known.tiers:
                 del self._known[digest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from kvferry.core import KVLayout, Registry
 from kvferry.kvcache.base import KVCacheManager
@@ -28,11 +29,13 @@ def create_manager(
     debug: bool = False,
     core: str = "cpp",
     host_bytes: int = 0,
+    disk_bytes: int = 0,
+    disk_dir: Path | None = None,
     event_capacity: int = 0,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together; the rest is explained at `CacheOptions`.
 
     Raises ConfigError: an unknown version or core, layouts it cannot hold, or a budget below one block per layer group.
     """
-    options = CacheOptions(prefix_reuse, device, debug, core, host_bytes, event_capacity)
+    options = CacheOptions(prefix_reuse, device, debug, core, host_bytes, disk_bytes, disk_dir, event_capacity)
     return MANAGERS.get(version)(layouts, nbytes, options)

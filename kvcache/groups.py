@@ -45,6 +45,11 @@ class GroupRule:
         return 0
 
 
+def lead_group(rules: Sequence[GroupRule]) -> int:
+    """The group that speaks for a whole block when it is told who holds what: the first that keeps all blocks."""
+    return next((group for group, rule in enumerate(rules) if rule.keeps_all), 0)
+
+
 def check_layouts(version: str, layouts: Sequence[KVLayout]) -> int:
     """Tokens per block, the same in all layer groups. Raises ConfigError naming what the manager cannot hold."""
     if not layouts:

@@ -7,31 +7,39 @@ suspended cache and is never given up; what is kept is, least recently used firs
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from kvferry.core import ConfigError, KVLayout, Tier
 from kvferry.kvcache.base import TierCounts
+from kvferry.kvcache.disk_tier import DiskShelf, DiskTier
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
-from kvferry.kvcache.groups import GroupRule
+from kvferry.kvcache.groups import GroupRule, lead_group
 
 
 class Shelf:
     """One layer group's slots. `rows` of a pool or a shelf: uint8 [slots, slot_nbytes]."""
 
-    def __init__(self, layout: KVLayout, num_slots: int, events: KVEventLog | None = None) -> None:
-        """events: told what is kept here and what is given up."""
+    def __init__(
+        self, layout: KVLayout, num_slots: int, events: KVEventLog | None = None, below: DiskShelf | None = None
+    ) -> None:
+        """events: told what is kept here and what is given up. below: where that goes."""
         self.num_slots = num_slots
         self.rows = torch.zeros((num_slots, layout.slot_nbytes), dtype=torch.uint8)
         self._free = FreeSlots(num_slots)
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self._lent: set[bytes] = set()
         self._events = events
+        self._below = below
 
-    def __contains__(self, digest: bytes) -> bool:
+    def in_memory(self, digest: bytes) -> bool:
         return digest in self._kept
+
+    def anywhere(self, digest: bytes) -> bool:
+        """In memory, or on disk, where it may turn out to be torn."""
+        return digest in self._kept or (self._below is not None and digest in self._below)
 
     @property
     def free(self) -> int:
@@ -48,17 +56,33 @@ class Shelf:
 
     def keep(self, blocks: Mapping[bytes, int], rows: torch.Tensor) -> None:
         """Copies blocks (digest -> slot in `rows`) as far as slots are to be had; the last ones are the newest."""
-        copies: dict[int, int] = {}
         for digest, source in blocks.items():
             if digest in self._kept:
                 self._kept.move_to_end(digest)
             elif digest not in self._lent and self.room:
-                slot = self._take_one()
-                self._kept[digest] = slot
-                if self._events is not None:
-                    self._events.copied(digest, Tier.HOST)
-                copies[slot] = source  # a slot that this very call filled and gave up again: the newest wins
-        _copy(self.rows, list(copies), rows, list(copies.values()))
+                self.rows[self._keep_in_new_slot(digest)] = rows[source].to(self.rows.device)
+
+    def load(self, digests: Sequence[bytes]) -> bool:
+        """Brings blocks up from below; there must be `room` for all of `digests`. False when one of them was torn."""
+        assert len(digests) <= self.room
+        for digest in reversed(digests):
+            if digest in self._kept:
+                self._kept.move_to_end(digest)  # or making room for the others would give it up
+        whole = True
+        for digest in digests:
+            if digest not in self._kept and self._below is not None and digest in self._below:
+                payload = self._below.read(digest)
+                if payload is None:
+                    whole = False
+                else:
+                    self.rows[self._keep_in_new_slot(digest)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return whole
+
+    def _keep_in_new_slot(self, digest: bytes) -> int:
+        slot = self._kept[digest] = self._take_one()
+        if self._events is not None:
+            self._events.copied(digest, Tier.HOST)
+        return slot
 
     def park(self, sources: Sequence[int], rows: torch.Tensor) -> list[int]:
         """Copies slots of `rows` to slots of their own; there must be `room`."""
@@ -83,8 +107,11 @@ class Shelf:
 
     def clear(self) -> None:
         """Forgets what is kept."""
-        while self._kept:
-            self._give_up_oldest()
+        for digest, slot in self._kept.items():
+            self._forgotten(digest, slot)
+        self._kept.clear()
+        if self._below is not None:
+            self._below.clear()
 
     def _take_one(self) -> int:
         if not len(self._free):
@@ -93,6 +120,11 @@ class Shelf:
 
     def _give_up_oldest(self) -> None:
         digest, slot = self._kept.popitem(last=False)
+        if self._below is not None:
+            self._below.keep(digest, self.rows[slot])
+        self._forgotten(digest, slot)
+
+    def _forgotten(self, digest: bytes, slot: int) -> None:
         self._free.put(slot)
         if self._events is not None:
             self._events.removed(digest, Tier.HOST)
@@ -102,6 +134,8 @@ class Shelf:
         assert not self._lent, "a loan was never ended"
         slots = [*self._free, *self._kept.values(), *parked]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of the host tier is lost or stands twice"
+        if self._below is not None:
+            self._below.check_integrity()
 
 
 def _copy(to_rows: torch.Tensor, to: Sequence[int], from_rows: torch.Tensor, sources: Sequence[int]) -> None:
@@ -128,8 +162,14 @@ class Parked:
 class HostTier:
     """A shelf per layer group. Not thread-safe: the manager that owns it runs on the engine thread."""
 
-    def __init__(self, layouts: Sequence[KVLayout], nbytes: int, events: KVEventLog | None = None) -> None:
-        """events: told which blocks are here, going by the first group that keeps every block of a sequence.
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout],
+        nbytes: int,
+        events: KVEventLog | None = None,
+        disk: DiskTier | None = None,
+    ) -> None:
+        """events: told which blocks are here, going by the lead group. disk: the tier below, owned from here on.
 
         Raises ConfigError when not even one block of each group fits."""
         row_nbytes = sum(layout.slot_nbytes for layout in layouts)
@@ -140,9 +180,15 @@ class HostTier:
                 field="kv_cache.host_bytes",
             )
         self._rules = [GroupRule.of(layout) for layout in layouts]
-        lead = next((group for group, rule in enumerate(self._rules) if rule.keeps_all), 0)
+        self._disk = disk
+        lead = lead_group(self._rules)
         self.shelves = [
-            Shelf(layout, nbytes // row_nbytes, events if group == lead else None)
+            Shelf(
+                layout,
+                nbytes // row_nbytes,
+                events if group == lead else None,
+                disk.shelves[group] if disk is not None else None,
+            )
             for group, layout in enumerate(layouts)
         ]
         self.parked: set[Parked] = set()
@@ -158,13 +204,29 @@ class HostTier:
 
     def servable(self, start: int, digests: Sequence[bytes]) -> int:
         """How many of the blocks [start, start + len(digests)) can follow a prefix of `start` blocks that a cache
-        has already: a window must have the last few without a gap."""
+        has already, if what is on disk is whole."""
+        return self._servable(start, digests, Shelf.anywhere)
+
+    def stage(self, start: int, digests: Sequence[bytes]) -> int:
+        """Brings those blocks into memory; how many can now be served from there."""
+        whole = self._disk is None
+        while not whole:  # a torn record is forgotten, so this ends
+            stop = min(self.servable(start, digests), *(shelf.room for shelf in self.shelves))
+            wanted = [
+                digests[max(0, rule.first_live_block((start + stop) * rule.tokens_per_block) - start) : stop]
+                for rule in self._rules
+            ]
+            whole = all(shelf.load(some) for shelf, some in zip(self.shelves, wanted, strict=True))
+        return self._servable(start, digests, Shelf.in_memory)
+
+    def _servable(self, start: int, digests: Sequence[bytes], present: Callable[[Shelf, bytes], bool]) -> int:
+        """A window must have the last few blocks without a gap, the other groups all of them."""
         length = 0
         gap_ends = [0] * len(self._rules)
         for stop, digest in enumerate(digests, start=start + 1):
             served = True
             for group, (rule, shelf) in enumerate(zip(self._rules, self.shelves, strict=True)):
-                if digest not in shelf:
+                if not present(shelf, digest):
                     if rule.keeps_all:
                         return length
                     gap_ends[group] = stop
@@ -177,11 +239,17 @@ class HostTier:
         for shelf in self.shelves:
             shelf.clear()
 
-    def counts(self) -> TierCounts:
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+
+    def counts(self) -> tuple[TierCounts, ...]:
+        """This tier's and that of the one below."""
         shelves = self.shelves
         total, free = sum(shelf.num_slots for shelf in shelves), sum(shelf.free for shelf in shelves)
         kept = sum(shelf.kept for shelf in shelves)
-        return TierCounts("host", total, free, kept, total - free - kept)
+        host = TierCounts("host", total, free, kept, total - free - kept)
+        return (host,) if self._disk is None else (host, self._disk.counts())
 
     def check_integrity(self) -> None:
         for group, shelf in enumerate(self.shelves):

@@ -227,12 +227,13 @@ class ManagerV1(KVCacheManager):
 
     def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
         """options.core: there is one only; a worker's setting may say otherwise, because it is V2's."""
-        if options.host_bytes:
-            raise ConfigError(
-                f"kv_cache.host_bytes is {options.host_bytes}, but manager V1 has no host tier: set it to 0, or "
-                "kv_cache.manager to V2",
-                field="kv_cache.host_bytes",
-            )
+        for setting, tier_nbytes in (("host_bytes", options.host_bytes), ("disk_bytes", options.disk_bytes)):
+            if tier_nbytes:
+                raise ConfigError(
+                    f"kv_cache.{setting} is {tier_nbytes}, but manager V1 has no tiers below its pools: "
+                    "set it to 0, or kv_cache.manager to V2",
+                    field=f"kv_cache.{setting}",
+                )
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         self._pools = tuple(build_pool(layout, num_blocks, options.device) for layout in layouts)
@@ -278,6 +279,9 @@ class ManagerV1(KVCacheManager):
 
     def clear_reuse(self) -> None:
         self._ledger.clear()
+
+    def close(self) -> None:
+        """Nothing works in the background."""
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()

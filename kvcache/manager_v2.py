@@ -11,10 +11,9 @@ from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
 from kvferry.kvcache.core_v2 import CORES
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import GroupRule, check_layouts
-from kvferry.kvcache.host_tier import HostTier
 from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
-from kvferry.kvcache.tiering import TieredBooks
+from kvferry.kvcache.tiering import TieredBooks, build_tiers
 
 
 class ManagerV2(KVCacheManager):
@@ -34,7 +33,7 @@ class ManagerV2(KVCacheManager):
         self.core = options.core
         self._pools = tuple(build_pool(layout, num_blocks, options.device) for layout in layouts)
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
-        host = HostTier(layouts, options.host_bytes, self._events) if options.host_bytes else None
+        host = build_tiers(layouts, options, self._events)
         journal = host is not None or self._events is not None
         ledger = build_core(rules, [num_blocks] * len(layouts), options.prefix_reuse, journal)
         self._books = TieredBooks(ledger, Pages(self._pools, options.debug), rules, host, self._events)
@@ -66,7 +65,7 @@ class ManagerV2(KVCacheManager):
         return BlockCounts(*self._books.ledger.counts())
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
-        return (self._books.host.counts(),) if self._books.host is not None else ()
+        return self._books.host.counts() if self._books.host is not None else ()
 
     @property
     def events(self) -> KVEventLog | None:
@@ -74,6 +73,10 @@ class ManagerV2(KVCacheManager):
 
     def clear_reuse(self) -> None:
         self._books.clear()
+
+    def close(self) -> None:
+        if self._books.host is not None:
+            self._books.host.close()
 
     def check_integrity(self) -> None:
         for cache in self._shared.caches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,9 @@ class CacheOptions:
     """prefix_reuse False: nothing is published, `match` is always 0. debug: fresh pages are filled with NaN.
 
     core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only. host_bytes: size of the
-    host tier below the pools, 0 for none. event_capacity: how many KV events are kept for readers, 0 for none.
+    host tier below the pools, 0 for none. disk_bytes, disk_dir: size and folder of the disk tier below that, 0 for
+    none; the folder must belong to this worker and this model. event_capacity: how many KV events are kept for
+    readers, 0 for none.
     """
 
     prefix_reuse: bool = True
@@ -18,4 +21,6 @@ class CacheOptions:
     debug: bool = False
     core: str = "cpp"
     host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_dir: Path | None = None
     event_capacity: int = 0

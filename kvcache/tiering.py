@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.core import Tier, block_digest
+from kvferry.core import ConfigError, KVLayout, Tier, block_digest
 from kvferry.kvcache.core_v2 import CoreCache, CoreHold, CoreLedger, Evictions
+from kvferry.kvcache.disk_tier import DiskTier
 from kvferry.kvcache.events import KVEventLog
-from kvferry.kvcache.groups import GroupRule
+from kvferry.kvcache.groups import GroupRule, lead_group
 from kvferry.kvcache.host_tier import HostTier, Parked
+from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages
 
 
@@ -103,6 +105,9 @@ class TieredBooks:
         stop = start + host.servable(start, digests)
         if stop == start or core.shortage(stop) is not None:
             return
+        stop = start + host.stage(start, digests[: stop - start])
+        if stop == start:
+            return
         history = stop * self._size
         core.advance(history, history)  # a window starts where the longer prefix needs it to
         firsts = [max(start, core.first_block(group)) for group in range(len(self.rules))]
@@ -173,3 +178,19 @@ class TieredBooks:
         self.ledger.check_integrity()
         if self.host is not None:
             self.host.check_integrity()
+
+
+def build_tiers(layouts: Sequence[KVLayout], options: CacheOptions, events: KVEventLog | None) -> HostTier | None:
+    """The tiers below the pools. Raises ConfigError naming the setting that does not fit."""
+    if not options.disk_bytes:
+        return HostTier(layouts, options.host_bytes, events) if options.host_bytes else None
+    if not options.host_bytes:
+        raise ConfigError(
+            "kv_cache.disk_bytes needs a host tier to move blocks through: set kv_cache.host_bytes too",
+            field="kv_cache.host_bytes",
+        )
+    if options.disk_dir is None:
+        raise ConfigError("kv_cache.disk_bytes needs a folder: set kv_cache.disk_dir", field="kv_cache.disk_dir")
+    lead = lead_group([GroupRule.of(layout) for layout in layouts])
+    disk = DiskTier(options.disk_dir, layouts, options.disk_bytes, lead, events)
+    return HostTier(layouts, options.host_bytes, events, disk)
