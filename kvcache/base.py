@@ -192,6 +192,12 @@ class KVCacheManager(ABC):
     def counts(self) -> BlockCounts: ...
 
     @abstractmethod
+    def resize(self, nbytes: int) -> None:
+        """From now on at most `nbytes` of the pools are used, evicting cached prefixes if need be. Memory is not given
+        back to the system. Atomic: OutOfBlocksError when live requests use more, ConfigError beyond the pools'
+        size or below one block per layer group."""
+
+    @abstractmethod
     def tier_counts(self) -> tuple[TierCounts, ...]:
         """The tiers below the pools, the nearest first; none where there are none."""
 

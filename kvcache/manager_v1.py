@@ -20,7 +20,7 @@ from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
 from kvferry.kvcache.lengths import CacheState, TrackedCache
 from kvferry.kvcache.options import CacheOptions
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
+from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, withheld_blocks
 from kvferry.kvcache.slots import SlotStore
 
 
@@ -51,6 +51,7 @@ class LedgerV1:
         self.pages = pages
         self.reuse = reuse
         self.chain: dict[bytes, ChainEntry] = {}
+        self.withheld: list[int] = []  # slots a quota keeps from everybody
         self.caches: set[CacheV1] = set()
         self.holds: set[SlotHold] = set()
 
@@ -82,6 +83,13 @@ class LedgerV1:
         for group in range(len(self.pages.pools)):
             self.pages.claim(group, slots)
         return slots
+
+    def withhold(self, blocks: int) -> None:
+        """Keeps `blocks` blocks from everybody, more or fewer than before. All or nothing."""
+        while len(self.withheld) > blocks:
+            self.store.drop(self.withheld.pop())
+        if blocks > len(self.withheld):
+            self.withheld += self.allocate(blocks - len(self.withheld), None)
 
     def publish(self, parent: bytes, tokens: array[int], slot: int, priority: int) -> ChainEntry:
         """The entry of the block with `tokens` behind the prefix `parent`, made of `slot` if there is none."""
@@ -115,7 +123,7 @@ class LedgerV1:
             cache.check_integrity()
         tables = [cache.block_table(0) for cache in self.caches]
         tables += [part.slots for hold in self.holds for part in hold.held]
-        for table in tables:
+        for table in [*tables, self.withheld]:
             for slot in table:
                 holders[slot] = holders.get(slot, 0) + 1
         self.store.check_integrity(holders)
@@ -257,13 +265,17 @@ class ManagerV1(KVCacheManager):
         return -(-tokens // self._ledger.tokens_per_block) <= self._ledger.store.available
 
     def max_tokens(self) -> int:
-        return self._ledger.store.num_slots * self._ledger.tokens_per_block
+        return (self._ledger.store.num_slots - len(self._ledger.withheld)) * self._ledger.tokens_per_block
+
+    def resize(self, nbytes: int) -> None:
+        blocks = withheld_blocks([pool.layout for pool in self._pools], nbytes, self._ledger.store.num_slots)
+        self._ledger.withhold(blocks)
 
     def counts(self) -> BlockCounts:
         """Slots of all pools: a block counts once per layer group."""
         store, pools = self._ledger.store, len(self._pools)
         return BlockCounts(
-            total=store.num_slots * pools,
+            total=(store.num_slots - len(self._ledger.withheld)) * pools,
             free=store.available * pools,
             cached=len(store.cached) * pools,
             pinned=store.pinned * pools,

@@ -6,13 +6,13 @@ from array import array
 from collections.abc import Sequence
 
 from kvferry.core import BlockCounts, KVLayout, scope_digest
-from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool, TierCounts
+from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool, OutOfBlocksError, TierCounts
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
-from kvferry.kvcache.core_v2 import CORES
+from kvferry.kvcache.core_v2 import CORES, CoreCache
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import GroupRule, check_layouts
 from kvferry.kvcache.options import CacheOptions
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
+from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, withheld_blocks
 from kvferry.kvcache.tiering import TieredBooks, build_tiers
 
 
@@ -38,6 +38,7 @@ class ManagerV2(KVCacheManager):
         ledger = build_core(rules, [num_blocks] * len(layouts), options.prefix_reuse, journal)
         self._books = TieredBooks(ledger, Pages(self._pools, options.debug), rules, host, self._events)
         self._shared = SharedV2(self._books, tokens_per_block, options.prefix_reuse)
+        self._withheld = self._open_ballast()
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -59,10 +60,31 @@ class ManagerV2(KVCacheManager):
         return all(blocks <= self._books.ledger.available(group) for group in range(len(self._pools)))
 
     def max_tokens(self) -> int:
-        return min(pool.num_blocks for pool in self._pools) * self._shared.tokens_per_block
+        blocks = min(pool.num_blocks for pool in self._pools) - len(self._withheld.table(0))
+        return blocks * self._shared.tokens_per_block
 
     def counts(self) -> BlockCounts:
-        return BlockCounts(*self._books.ledger.counts())
+        total, *others = self._books.ledger.counts()
+        return BlockCounts(total - len(self._withheld.table(0)) * len(self._pools), *others)
+
+    def resize(self, nbytes: int) -> None:
+        layouts = [pool.layout for pool in self._pools]
+        blocks = withheld_blocks(layouts, nbytes, self._pools[0].num_blocks)
+        if blocks < len(self._withheld.table(0)):
+            self._books.close(self._withheld)
+            self._withheld = self._open_ballast()
+        shortage = self._withheld.shortage(blocks)
+        if shortage is not None:
+            raise OutOfBlocksError(
+                f"{shortage[1]} more KV blocks would have to be free to shrink to {nbytes} bytes, {shortage[2]} are: "
+                "try again when fewer requests are running",
+                field="kv_cache.bytes",
+            )
+        self._books.grow(self._withheld, blocks)
+
+    def _open_ballast(self) -> CoreCache:
+        """A cache that nobody uses: what it holds is withheld from everybody."""
+        return self._books.ledger.open(scope_digest(f"withheld {id(self)}"), array("I"), 0)
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return self._books.host.counts() if self._books.host is not None else ()

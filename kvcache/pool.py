@@ -29,6 +29,19 @@ def blocks_for_budget(layouts: Sequence[KVLayout], nbytes: int) -> int:
     return num_blocks
 
 
+def withheld_blocks(layouts: Sequence[KVLayout], nbytes: int, num_blocks: int) -> int:
+    """How many of each pool's `num_blocks` blocks a quota of `nbytes` leaves unused. Raises ConfigError."""
+    blocks = blocks_for_budget(layouts, nbytes)
+    if blocks > num_blocks:
+        most = (num_blocks + 1) * sum(layout.slot_nbytes for layout in layouts) - 1
+        raise ConfigError(
+            f"kv_cache.bytes cannot grow to {nbytes} while serving: the pools were made for {num_blocks} blocks, at "
+            f"most {most} bytes",
+            field="kv_cache.bytes",
+        )
+    return num_blocks - blocks
+
+
 def build_pool(layout: KVLayout, num_blocks: int, device: str) -> KVPool:
     """A zero-filled pool: what attention masks out must be finite. Generations stay in host memory, where the
     engine raises them without a kernel launch."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.core import ConfigError
 from kvferry.kvcache import CacheStateError, KVCache, KVCacheManager, OutOfBlocksError
 
 MakeManager = Callable[..., KVCacheManager]
@@ -283,3 +284,44 @@ def test_reuse_can_be_switched_off(make_manager: MakeManager, serve: Serve) -> N
     assert manager.match("", PROMPT) == 0
     assert (manager.counts().free, manager.counts().cached) == (16, 0)
     manager.check_integrity()
+
+
+def test_the_quota_shrinks_and_grows_while_serving(make_manager: MakeManager, serve: Serve) -> None:
+    manager = make_manager(16, window=6)
+    row_nbytes = sum(pool.layout.slot_nbytes for pool in manager.pools)
+    serve(manager, PROMPT).close()
+    live = serve(manager, [7] * 8)
+    manager.resize(4 * row_nbytes)
+    assert (manager.counts().total, manager.max_tokens()) == (8, 16)
+    assert manager.can_reserve(8)
+    assert not manager.can_reserve(9)
+    live.reserve(16)
+    with pytest.raises(OutOfBlocksError):
+        live.reserve(17)
+    manager.check_integrity()
+    manager.resize(16 * row_nbytes)
+    assert manager.counts().total == 32
+    live.reserve(64)
+    live.close()
+    assert manager.counts().free == 32
+    manager.check_integrity()
+
+
+def test_a_quota_below_what_is_in_use_is_refused_and_nothing_changes(make_manager: MakeManager, serve: Serve) -> None:
+    manager = make_manager(8)
+    nbytes = manager.pools[0].layout.slot_nbytes
+    manager.resize(7 * nbytes)
+    serve(manager, [7] * 16)
+    serve(manager, PROMPT[:4]).close()
+    counts = manager.counts()
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.resize(3 * nbytes)
+    assert caught.value.field == "kv_cache.bytes"
+    assert manager.counts() == counts
+    assert manager.match("", PROMPT) == 4
+    for impossible in (9 * nbytes, nbytes - 1):
+        with pytest.raises(ConfigError, match=r"kv_cache\.bytes"):
+            manager.resize(impossible)
+    manager.resize(4 * nbytes)
+    assert manager.match("", PROMPT) == 0
+    assert manager.counts().free == 0
