@@ -16,11 +16,12 @@ DEPS_STAMP := .venv/.dependencies-stamp
 STAMP := .venv/.setup-stamp
 TYPES_STAMP := build/types/.stamp
 
-.PHONY: help setup types lint format typecheck pytest test demo bench lock clean
+.PHONY: help setup types lint format typecheck pytest test fuzz demo bench lock clean
 help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
 	@echo 'make test    setup, linters, type checks, tests'
+	@echo 'make fuzz    many more random histories of the KV cache managers; takes an hour'
 	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
 	@echo 'make lint | format | types | lock | clean'
 
@@ -74,6 +75,9 @@ pytest: setup
 test: setup
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory pytest
+
+fuzz: setup
+	$(BIN)/pytest tests/kvcache --hypothesis-profile=fuzz --timeout=0 -k 'invariants or same_decisions'
 
 demo: setup
 	@$(BIN)/kvferry demo

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import settings
 
 from kvferry.core import GroupKind, KVLayout
 from kvferry.kvcache import KVCache, KVCacheManager, create_manager
+
+# Random histories per state machine; `make fuzz` selects the deeper profile.
+settings.register_profile("fuzz", max_examples=5_000)
+SEQUENCES = 290
 
 MakeManager = Callable[..., KVCacheManager]
 Serve = Callable[..., KVCache]
@@ -65,3 +70,9 @@ def serve() -> Serve:
         return cache
 
     return run
+
+
+@pytest.fixture
+def sequences() -> int:
+    """How many random histories a state machine goes through."""
+    return max(SEQUENCES, settings().max_examples if settings.get_current_profile_name() == "fuzz" else 0)

@@ -212,11 +212,11 @@ class Lockstep(RuleBasedStateMachine):
         self.holds.append((first, second))
 
 
-def test_both_cores_take_the_same_decisions() -> None:
+def test_both_cores_take_the_same_decisions(sequences: int) -> None:
     run_state_machine_as_test(
         Lockstep,
         settings=settings(
-            max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=sequences, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
