@@ -121,8 +121,15 @@ class KVCache(ABC):
         """
 
     @abstractmethod
+    def snapshot(self) -> bool:
+        """Publishes a copy of the state groups' live slots for reuse by others, who may then start here. All of history
+        must be committed, so that it ends with a block (CacheStateError). Without a snapshot where it ends, a prefix
+        of a model with states is not reusable. False where there is no room, no state group, or one there already."""
+
+    @abstractmethod
     def block_table(self, group: int) -> Sequence[int]:
-        """Slot ids of layer group `group` in token order; a view that changes with the cache."""
+        """Slot ids of layer group `group` in token order; a view that changes with the cache. A state group has one
+        slot, the live state, from the first `reserve` on; a fresh one is zero."""
 
     @abstractmethod
     def first_block(self, group: int) -> int:

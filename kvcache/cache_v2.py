@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.core import BlockTable
-from kvferry.kvcache.base import BlockHold, OutOfBlocksError
+from kvferry.kvcache.base import BlockHold, CacheStateError, OutOfBlocksError
 from kvferry.kvcache.core_v2 import CoreHold
 from kvferry.kvcache.holds import TableHold
 from kvferry.kvcache.host_tier import Parked
@@ -26,7 +26,7 @@ class SharedV2:
 
     @property
     def has_windows(self) -> bool:
-        return not all(rule.keeps_all for rule in self.books.rules)
+        return any(rule.is_window for rule in self.books.rules)
 
 
 class CacheV2(TrackedCache):
@@ -50,6 +50,15 @@ class CacheV2(TrackedCache):
 
     def first_block(self, group: int) -> int:
         return self._parked.first_blocks[group] if self._parked else self._core.first_block(group)
+
+    def snapshot(self) -> bool:
+        self._check_open()
+        if self._history != self._committed or not self._history:
+            raise CacheStateError(
+                f"snapshot: history is {self._history} tokens, {self._committed} are committed: only the end of a "
+                "committed block has a place in the prefix index"
+            )
+        return self._shared.books.snapshot(self._core)
 
     def pin(self) -> BlockHold:
         self._check_open()

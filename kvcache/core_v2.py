@@ -38,7 +38,8 @@ class CoreCache(Protocol):
     def first_block(self, group: int) -> int: ...
 
     def table(self, group: int) -> Sequence[int]:
-        """A view that changes with the cache."""
+        """A view that changes with the cache. In a state group one slot at most: the live one, or the snapshot to
+        start from until `grow` gets a live one (the snapshot's bytes are whole until the next call)."""
 
     def shortage(self, blocks: int) -> tuple[int, int, int] | None:
         """(group, needed, available) of the first group that cannot grow to `blocks` blocks."""
@@ -51,6 +52,10 @@ class CoreCache(Protocol):
 
     def publish(self, tokens: array[int], blocks: int, history: int) -> None:
         """Publishes the blocks below index `blocks`; `tokens` (u32) are those of the unpublished ones among them."""
+
+    def snapshot(self) -> Sequence[tuple[int, int, int]]:
+        """A snapshot of the state after the last published block, for every state group that has none there:
+        (group, live slot, slot to copy it to). Nothing where there is no room."""
 
     def pin(self, blocks: int) -> CoreHold:
         """Keeps the first `blocks` blocks for readers."""

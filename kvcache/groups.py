@@ -17,6 +17,7 @@ class Keeps(Enum):
     ALL = "all"
     WINDOW = "window"
     CHUNK = "chunk"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,24 @@ class GroupRule:
     tokens_per_block: int
 
     @classmethod
-    def of(cls, layout: KVLayout) -> GroupRule:
+    def of(cls, layout: KVLayout, tokens_per_block: int) -> GroupRule:
+        if layout.kind.is_state:
+            return cls(Keeps.STATE, 0, tokens_per_block)
         keeps = {GroupKind.WINDOW: Keeps.WINDOW, GroupKind.CHUNKED: Keeps.CHUNK}.get(layout.kind, Keeps.ALL)
-        return cls(keeps, layout.window or 0, layout.tokens_per_block)
+        return cls(keeps, layout.window or 0, tokens_per_block)
 
     @property
     def keeps_all(self) -> bool:
         return self.keeps is Keeps.ALL
+
+    @property
+    def is_state(self) -> bool:
+        """One live slot per cache and, in the prefix index, snapshots of it at the ends of some blocks."""
+        return self.keeps is Keeps.STATE
+
+    @property
+    def is_window(self) -> bool:
+        return self.keeps in (Keeps.WINDOW, Keeps.CHUNK)
 
     def first_live_block(self, history: int) -> int:
         """Index of the first block that the token at position `history`, or a later one, can look at."""
@@ -42,6 +54,8 @@ class GroupRule:
             return max(0, history + 1 - self.window) // self.tokens_per_block
         if self.keeps is Keeps.CHUNK:
             return history // self.window * self.window // self.tokens_per_block
+        if self.keeps is Keeps.STATE:  # the state after block n is all that block n + 1 needs
+            return max(0, -(-history // self.tokens_per_block) - 1)
         return 0
 
 
@@ -50,28 +64,38 @@ def lead_group(rules: Sequence[GroupRule]) -> int:
     return next((group for group, rule in enumerate(rules) if rule.keeps_all), 0)
 
 
+def rules_of(layouts: Sequence[KVLayout], tokens_per_block: int) -> list[GroupRule]:
+    return [GroupRule.of(layout, tokens_per_block) for layout in layouts]
+
+
 def check_layouts(version: str, layouts: Sequence[KVLayout]) -> int:
-    """Tokens per block, the same in all layer groups. Raises ConfigError naming what the manager cannot hold."""
+    """Tokens per block, the same in all attention groups. Raises ConfigError naming what the manager cannot hold."""
     if not layouts:
         raise ConfigError("a KV cache needs at least one layer group, the model declares none", field="model")
-    sizes = {layout.tokens_per_block for layout in layouts}
+    sizes = {layout.tokens_per_block for layout in layouts if not layout.kind.is_state}
+    if not sizes:
+        raise ConfigError(
+            "a KV cache needs at least one attention layer group, the model has state only", field="model"
+        )
     if len(sizes) > 1:
         raise ConfigError(
             f"all layer groups must have the same tokens per block, got {sorted(sizes)}",
             field="kv_cache.tokens_per_block",
         )
-    seen: set[int] = set()
+    seen: set[tuple[int, GroupKind | None]] = set()
     for index, layout in enumerate(layouts):
         _check_layout(version, index, layout)
-        twice = seen & set(layout.layers)
+        # A Mamba layer has a conv and an SSM state, one of each.
+        held = {(layer, layout.kind if layout.kind.is_state else None) for layer in layout.layers}
+        twice = sorted(layer for layer, _ in seen & held)
         if twice:
-            raise ConfigError(f"layers {sorted(twice)} stand in two layer groups", field="model")
-        seen.update(layout.layers)
-    return layouts[0].tokens_per_block
+            raise ConfigError(f"layers {twice} stand in two layer groups", field="model")
+        seen |= held
+    return sizes.pop()
 
 
 def _check_layout(version: str, index: int, layout: KVLayout) -> None:
-    if layout.kind.is_state:
+    if layout.kind.is_state and version == "V1":
         raise ConfigError(
             f"KV cache manager {version} holds attention caches (full, window, chunked, mla), "
             f"but layer group {index} is {layout.kind.value} state",

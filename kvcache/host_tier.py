@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from kvferry.core import ConfigError, KVLayout, Tier
+from kvferry.core import KVLayout, Tier
 from kvferry.kvcache.base import TierCounts
 from kvferry.kvcache.disk_tier import DiskShelf, DiskTier
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule, lead_group
+from kvferry.kvcache.pool import blocks_for_budget, slot_counts
 
 
 class Shelf:
@@ -165,6 +166,7 @@ class HostTier:
     def __init__(
         self,
         layouts: Sequence[KVLayout],
+        rules: Sequence[GroupRule],
         nbytes: int,
         events: KVEventLog | None = None,
         disk: DiskTier | None = None,
@@ -172,24 +174,18 @@ class HostTier:
         """events: told which blocks are here, going by the lead group. disk: the tier below, owned from here on.
 
         Raises ConfigError when not even one block of each group fits."""
-        row_nbytes = sum(layout.slot_nbytes for layout in layouts)
-        if nbytes < row_nbytes:
-            raise ConfigError(
-                f"kv_cache.host_bytes is {nbytes}, but one block takes {row_nbytes} bytes: set it to 0 for no host "
-                f"tier, or to at least {row_nbytes}",
-                field="kv_cache.host_bytes",
-            )
-        self._rules = [GroupRule.of(layout) for layout in layouts]
+        num_blocks = blocks_for_budget(layouts, nbytes, "kv_cache.host_bytes")
+        self._rules = tuple(rules)
         self._disk = disk
         lead = lead_group(self._rules)
         self.shelves = [
             Shelf(
                 layout,
-                nbytes // row_nbytes,
+                slots,
                 events if group == lead else None,
                 disk.shelves[group] if disk is not None else None,
             )
-            for group, layout in enumerate(layouts)
+            for group, (layout, slots) in enumerate(zip(layouts, slot_counts(layouts, num_blocks), strict=True))
         ]
         self.parked: set[Parked] = set()
 

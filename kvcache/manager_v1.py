@@ -156,6 +156,10 @@ class CacheV1(TrackedCache):
     def first_block(self, group: int) -> int:
         return 0
 
+    def snapshot(self) -> bool:
+        self._check_open()
+        return False
+
     def pin(self) -> BlockHold:
         self._check_open()
         blocks = -(-self._history // self._tokens_per_block)

@@ -10,14 +10,14 @@ from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPoo
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
 from kvferry.kvcache.core_v2 import CORES, CoreCache
 from kvferry.kvcache.events import KVEventLog
-from kvferry.kvcache.groups import GroupRule, check_layouts
+from kvferry.kvcache.groups import check_layouts, rules_of
 from kvferry.kvcache.options import CacheOptions
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, withheld_blocks
+from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, slot_counts, withheld_blocks
 from kvferry.kvcache.tiering import TieredBooks, build_tiers
 
 
 class ManagerV2(KVCacheManager):
-    """Full attention, sliding windows, chunks and MLA latents, each group with slots of its own size.
+    """Full attention, sliding windows, chunks, MLA latents and states, each group with slots of its own size.
 
     A prefix is reused as far as every group can serve it. Stale blocks of a window leave a cache at once and
     stay findable until evicted. The books are kept by a core, `cpp` or `python`.
@@ -29,13 +29,17 @@ class ManagerV2(KVCacheManager):
         build_core = CORES.get(options.core)
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
-        rules = [GroupRule.of(layout) for layout in layouts]
+        rules = rules_of(layouts, tokens_per_block)
+        slots = slot_counts(layouts, num_blocks)
         self.core = options.core
-        self._pools = tuple(build_pool(layout, num_blocks, options.device) for layout in layouts)
+        self._num_blocks = num_blocks
+        self._pools = tuple(
+            build_pool(layout, count, options.device) for layout, count in zip(layouts, slots, strict=True)
+        )
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
-        host = build_tiers(layouts, options, self._events)
+        host = build_tiers(layouts, tokens_per_block, options, self._events)
         journal = host is not None or self._events is not None
-        ledger = build_core(rules, [num_blocks] * len(layouts), options.prefix_reuse, journal)
+        ledger = build_core(rules, slots, options.prefix_reuse, journal)
         self._books = TieredBooks(ledger, Pages(self._pools, options.debug), rules, host, self._events)
         self._shared = SharedV2(self._books, tokens_per_block, options.prefix_reuse)
         self._withheld = self._open_ballast()
@@ -57,20 +61,26 @@ class ManagerV2(KVCacheManager):
 
     def can_reserve(self, tokens: int) -> bool:
         blocks = -(-tokens // self._shared.tokens_per_block)
-        return all(blocks <= self._books.ledger.available(group) for group in range(len(self._pools)))
+        return all(
+            (min(blocks, 1) if rule.is_state else blocks) <= self._books.ledger.available(group)
+            for group, rule in enumerate(self._books.rules)
+        )
 
     def max_tokens(self) -> int:
-        blocks = min(pool.num_blocks for pool in self._pools) - len(self._withheld.table(0))
-        return blocks * self._shared.tokens_per_block
+        return (self._num_blocks - self._withheld_blocks) * self._shared.tokens_per_block
 
     def counts(self) -> BlockCounts:
         total, *others = self._books.ledger.counts()
-        return BlockCounts(total - len(self._withheld.table(0)) * len(self._pools), *others)
+        return BlockCounts(total - sum(len(self._withheld.table(group)) for group in range(len(self._pools))), *others)
+
+    @property
+    def _withheld_blocks(self) -> int:
+        return max(len(self._withheld.table(group)) for group in range(len(self._pools)))
 
     def resize(self, nbytes: int) -> None:
         layouts = [pool.layout for pool in self._pools]
-        blocks = withheld_blocks(layouts, nbytes, self._pools[0].num_blocks)
-        if blocks < len(self._withheld.table(0)):
+        blocks = withheld_blocks(layouts, nbytes, self._num_blocks)
+        if blocks < self._withheld_blocks:
             self._books.close(self._withheld)
             self._withheld = self._open_ballast()
         shortage = self._withheld.shortage(blocks)

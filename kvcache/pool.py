@@ -10,33 +10,48 @@ from kvferry.core import AxisOrder, ConfigError, KVLayout
 from kvferry.kvcache.base import KVPool
 
 PAGE_NBYTES = 4096
+BLOCKS_PER_STATE = 16
 _NAN_BYTE = 0xFF  # all bits set is a NaN in every floating type we store
 
 
-def blocks_for_budget(layouts: Sequence[KVLayout], nbytes: int) -> int:
-    """Blocks every layer group gets: with equal counts no group runs out before the one that keeps all tokens.
+def blocks_for_budget(layouts: Sequence[KVLayout], nbytes: int, setting: str = "kv_cache.bytes") -> int:
+    """Blocks every attention group gets: with equal counts no group runs out before the one that keeps all tokens.
+    State groups get `state_slots` of that many.
 
-    Raises ConfigError naming `kv_cache.bytes` when not even one block of each fits.
+    Raises ConfigError naming `setting` when not even one block of each fits.
     """
-    row_nbytes = sum(layout.slot_nbytes for layout in layouts)
-    num_blocks = nbytes // row_nbytes
+    row_nbytes = sum(layout.slot_nbytes for layout in layouts if not layout.kind.is_state)
+    state_nbytes = sum(layout.slot_nbytes for layout in layouts if layout.kind.is_state)
+    num_blocks = nbytes * BLOCKS_PER_STATE // (BLOCKS_PER_STATE * row_nbytes + state_nbytes)
+    while num_blocks and num_blocks * row_nbytes + state_slots(num_blocks) * state_nbytes > nbytes:
+        num_blocks -= 1
     if num_blocks < 1:
+        least = row_nbytes + state_slots(1) * state_nbytes
         raise ConfigError(
-            f"kv_cache.bytes is {nbytes}, but one block of {layouts[0].tokens_per_block} tokens takes {row_nbytes} "
-            f"bytes over {len(layouts)} layer group(s): raise kv_cache.bytes to at least {row_nbytes}",
-            field="kv_cache.bytes",
+            f"{setting} is {nbytes}, but one block of {layouts[0].tokens_per_block} tokens takes {least} "
+            f"bytes over {len(layouts)} layer group(s): raise {setting} to at least {least}",
+            field=setting,
         )
     return num_blocks
+
+
+def state_slots(num_blocks: int) -> int:
+    """Slots of a state group beside `num_blocks` blocks of attention: one live state for every request of
+    BLOCKS_PER_STATE blocks, or a snapshot where requests are longer; two at least, a live one and a snapshot."""
+    return max(2, -(-num_blocks // BLOCKS_PER_STATE))
+
+
+def slot_counts(layouts: Sequence[KVLayout], num_blocks: int) -> list[int]:
+    return [state_slots(num_blocks) if layout.kind.is_state else num_blocks for layout in layouts]
 
 
 def withheld_blocks(layouts: Sequence[KVLayout], nbytes: int, num_blocks: int) -> int:
     """How many of each pool's `num_blocks` blocks a quota of `nbytes` leaves unused. Raises ConfigError."""
     blocks = blocks_for_budget(layouts, nbytes)
     if blocks > num_blocks:
-        most = (num_blocks + 1) * sum(layout.slot_nbytes for layout in layouts) - 1
         raise ConfigError(
-            f"kv_cache.bytes cannot grow to {nbytes} while serving: the pools were made for {num_blocks} blocks, at "
-            f"most {most} bytes",
+            f"kv_cache.bytes cannot grow to {nbytes} while serving: that is {blocks} blocks per layer group, and the "
+            f"pools were made for {num_blocks}",
             field="kv_cache.bytes",
         )
     return num_blocks - blocks
@@ -86,6 +101,13 @@ class Pages:
             moved = rows[torch.tensor(sources, device=rows.device)]
             pool = self._rows[group]
             pool[torch.tensor(slots, device=pool.device)] = moved.to(pool.device)
+
+    def copy(self, group: int, source: int, slot: int) -> None:
+        rows = self._rows[group]
+        rows[slot] = rows[source]
+
+    def zero(self, group: int, slot: int) -> None:
+        self._rows[group][slot] = 0
 
     def claim(self, group: int, slots: Sequence[int]) -> None:
         """`slots` get a new owner: their generations rise before anything of theirs is overwritten, so that a

@@ -99,9 +99,13 @@ class PrefixTree:
         node.priority = max(node.priority, priority)
         for group, slot in zip(self._groups, slots, strict=True):
             if slot is not None and node.slots[group.index] is None:
-                group.store.publish(slot, node)
-                node.slots[group.index] = slot
+                self.attach(node, group, slot)
         return node
+
+    def attach(self, node: Node, group: LayerGroup, slot: int) -> None:
+        """Adds a slot, held by the caller, to a block that is there already."""
+        group.store.publish(slot, node)
+        node.slots[group.index] = slot
 
     def lock(self, node: Node) -> None:
         node.locks += 1

@@ -31,9 +31,13 @@ class PythonCache:
         self._tables = [
             _hold_path(group, path[first:]) for group, first in zip(ledger.groups, self._first, strict=True)
         ]
+        for group in ledger.groups:
+            if group.rule.is_state:
+                self._first[group.index] = 0  # its slot is no block's
         for node in path:
             node.priority = max(node.priority, priority)
-        self._windows = tuple(group for group in ledger.groups if not group.rule.keeps_all)
+        self._windows = tuple(group for group in ledger.groups if group.rule.is_window)
+        self._states = tuple(group for group in ledger.groups if group.rule.is_state)
         ledger.tree.lock(self._tip)
         ledger.caches.add(self)
 
@@ -53,12 +57,40 @@ class PythonCache:
     def grow(self, blocks: int) -> Sequence[Sequence[int]]:
         after = [table[-1] if table else None for table in self._tables]
         taken = self._ledger.allocate(self._needs(blocks), after)
+        for group in self._states:
+            table = self._tables[group.index]
+            if taken[group.index] and table:
+                group.store.drop(table.pop())  # the snapshot: its bytes stay until somebody else claims it
         for table, slots in zip(self._tables, taken, strict=True):
             table.extend(slots)
         return taken
 
     def _needs(self, blocks: int) -> list[int]:
-        return [max(0, blocks - first - len(table)) for table, first in zip(self._tables, self._first, strict=True)]
+        needs = [max(0, blocks - first - len(table)) for table, first in zip(self._tables, self._first, strict=True)]
+        for group in self._states:
+            has_live = self._tables[group.index] and not self._has_snapshot_only(group)
+            needs[group.index] = 0 if has_live or not blocks else 1
+        return needs
+
+    def _has_snapshot_only(self, group: LayerGroup) -> bool:
+        table = self._tables[group.index]
+        return bool(table) and group.store.publication(table[0]) is not None
+
+    def snapshot(self) -> Sequence[tuple[int, int, int]]:
+        needs = [0] * len(self._tables)
+        for group in self._states:
+            has_live = bool(self._tables[group.index]) and not self._has_snapshot_only(group)
+            needs[group.index] = int(has_live and self._tip.slots[group.index] is None)
+        if self._ledger.shortage(needs) is not None:
+            return []
+        taken = self._ledger.allocate(needs, [None] * len(needs))
+        copies = []
+        for group in self._states:
+            for slot in taken[group.index]:
+                self._ledger.tree.attach(self._tip, group, slot)
+                group.store.drop(slot)
+                copies.append((group.index, self._tables[group.index][0], slot))
+        return copies
 
     def advance(self, before: int, history: int) -> None:
         """A window's blocks that filled and went stale in this very step stay until they could be committed:
@@ -75,8 +107,8 @@ class PythonCache:
         for index in range(self._published, blocks):
             at = (index - self._published) * size
             mine = [
-                table[index - first] if index >= first else None
-                for table, first in zip(self._tables, self._first, strict=True)
+                table[index - first] if index >= first and not group.rule.is_state else None
+                for group, table, first in zip(self._ledger.groups, self._tables, self._first, strict=True)
             ]
             tip = tree.publish(tip, block_digest(tip.digest, tokens[at : at + size]), mine, self._priority)
             self._swap(index, mine, tip)
@@ -106,14 +138,19 @@ class PythonCache:
 
     def pin(self, blocks: int) -> SlotHold:
         parts = [table[: max(0, blocks - first)] for table, first in zip(self._tables, self._first, strict=True)]
+        # A state group's one slot stands for all blocks there are, and first is 0.
         return self._keep(HoldKind.PINNED, parts, self._first)
 
     def quarantine(self) -> SlotHold:
         starts = [max(first, self._published) for first in self._first]
+        for group in self._states:
+            starts[group.index] = 1 if self._has_snapshot_only(group) else 0
         parts = []
         for table, first, start in zip(self._tables, self._first, starts, strict=True):
             parts.append(table[start - first :])
             del table[start - first :]
+        for group in self._states:
+            starts[group.index] = 0
         hold = self._keep(HoldKind.QUARANTINED, parts, starts)
         self.close()
         return hold
@@ -140,6 +177,10 @@ class PythonCache:
         path.reverse()
         assert len(path) == self._published
         for group, table, first in zip(self._ledger.groups, self._tables, self._first, strict=True):
+            if group.rule.is_state:
+                assert len(table) <= 1, "a state group holds more than one slot"
+                assert not self._has_snapshot_only(group) or self._tip.slots[group.index] == table[0]
+                continue
             assert first + len(table) == max(blocks, first), "a group holds too many or too few blocks"
             assert first <= group.rule.first_live_block(history), "a block that is still needed was dropped"
             assert first == 0 or not group.rule.keeps_all

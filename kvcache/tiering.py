@@ -11,7 +11,7 @@ from kvferry.core import ConfigError, KVLayout, Tier, block_digest
 from kvferry.kvcache.core_v2 import CoreCache, CoreHold, CoreLedger, Evictions
 from kvferry.kvcache.disk_tier import DiskTier
 from kvferry.kvcache.events import KVEventLog
-from kvferry.kvcache.groups import GroupRule, lead_group
+from kvferry.kvcache.groups import GroupRule, lead_group, rules_of
 from kvferry.kvcache.host_tier import HostTier, Parked
 from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages
@@ -38,14 +38,31 @@ class TieredBooks:
         self.host = host
         self._events = events
         self._size = rules[0].tokens_per_block
+        self._states = [group for group, rule in enumerate(rules) if rule.is_state]
 
     def grow(self, core: CoreCache, blocks: int) -> None:
         """Gets the missing slots of `core` and makes them its own; what had to be evicted goes down a tier first."""
+        snapshots = {group: list(core.table(group)) for group in self._states}
         taken = core.grow(blocks)
         self._follow()
         for group, slots in enumerate(taken):
             if slots:
                 self.pages.claim(group, slots)
+        for group, snapshot in snapshots.items():
+            for slot in taken[group]:
+                if snapshot:
+                    self.pages.copy(group, snapshot[0], slot)
+                else:  # a sequence starts from a state of zeros
+                    self.pages.zero(group, slot)
+
+    def snapshot(self, core: CoreCache) -> bool:
+        """Publishes the state after the last published block, the newest there is; False where there is no room."""
+        copies = core.snapshot()
+        self._follow()
+        for group, live, slot in copies:
+            self.pages.claim(group, [slot])
+            self.pages.copy(group, live, slot)
+        return bool(copies)
 
     def publish(self, core: CoreCache, tokens: array[int], blocks: int, history: int) -> None:
         """Publishes the blocks below index `blocks`; `tokens` are those of the unpublished ones among them."""
@@ -110,7 +127,7 @@ class TieredBooks:
             return
         history = stop * self._size
         core.advance(history, history)  # a window starts where the longer prefix needs it to
-        firsts = [max(start, core.first_block(group)) for group in range(len(self.rules))]
+        firsts = [max(start, rule.first_live_block(history)) for rule in self.rules]
         needed = [digests[first - start : stop - start] for first in firsts]
         lent = [shelf.lend(wanted) for shelf, wanted in zip(host.shelves, needed, strict=True)]
         self.grow(core, stop)
@@ -118,10 +135,11 @@ class TieredBooks:
             self._bring_up(core, group, firsts[group], slots, shelf.rows)
             shelf.end_loan(wanted, slots)
         self.publish(core, tokens[start * self._size : history], stop, history)
+        self.snapshot(core)
 
     def _bring_up(self, core: CoreCache, group: int, first: int, sources: Sequence[int], rows: torch.Tensor) -> None:
         """Copies slots of `rows` to the blocks of `core` from index `first` on."""
-        offset = first - core.first_block(group)
+        offset = 0 if self.rules[group].is_state else first - core.first_block(group)
         self.pages.write(group, list(core.table(group)[offset : offset + len(sources)]), rows, sources)
 
     def _digests(self, scope: bytes, tokens: array[int]) -> list[bytes]:
@@ -139,7 +157,7 @@ class TieredBooks:
         firsts, tables = [], []
         for group, rule in enumerate(self.rules):
             start = core.first_block(group)
-            first = max(start, rule.first_live_block(history))
+            first = 0 if rule.is_state else max(start, rule.first_live_block(history))
             firsts.append(first)
             tables.append(list(core.table(group)[first - start : blocks - start]))
         parked = self.host.park(tables, firsts, [self.pages.rows(group) for group in range(len(self.rules))])
@@ -159,7 +177,7 @@ class TieredBooks:
             return shortage
         self.grow(core, blocks)
         for group, shelf in enumerate(self.host.shelves):
-            first = max(published, parked.first_blocks[group])
+            first = 0 if self.rules[group].is_state else max(published, parked.first_blocks[group])
             sources = parked.slots[group][first - parked.first_blocks[group] :]
             self._bring_up(core, group, first, sources, shelf.rows)
         committed = len(tokens) // self._size
@@ -180,10 +198,13 @@ class TieredBooks:
             self.host.check_integrity()
 
 
-def build_tiers(layouts: Sequence[KVLayout], options: CacheOptions, events: KVEventLog | None) -> HostTier | None:
+def build_tiers(
+    layouts: Sequence[KVLayout], tokens_per_block: int, options: CacheOptions, events: KVEventLog | None
+) -> HostTier | None:
     """The tiers below the pools. Raises ConfigError naming the setting that does not fit."""
+    rules = rules_of(layouts, tokens_per_block)
     if not options.disk_bytes:
-        return HostTier(layouts, options.host_bytes, events) if options.host_bytes else None
+        return HostTier(layouts, rules, options.host_bytes, events) if options.host_bytes else None
     if not options.host_bytes:
         raise ConfigError(
             "kv_cache.disk_bytes needs a host tier to move blocks through: set kv_cache.host_bytes too",
@@ -191,6 +212,5 @@ def build_tiers(layouts: Sequence[KVLayout], options: CacheOptions, events: KVEv
         )
     if options.disk_dir is None:
         raise ConfigError("kv_cache.disk_bytes needs a folder: set kv_cache.disk_dir", field="kv_cache.disk_dir")
-    lead = lead_group([GroupRule.of(layout) for layout in layouts])
-    disk = DiskTier(options.disk_dir, layouts, options.disk_bytes, lead, events)
-    return HostTier(layouts, options.host_bytes, events, disk)
+    disk = DiskTier(options.disk_dir, layouts, options.disk_bytes, lead_group(rules), events)
+    return HostTier(layouts, rules, options.host_bytes, events, disk)

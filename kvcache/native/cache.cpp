@@ -1,6 +1,7 @@
 #include "cache.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "checks.h"
 
@@ -22,6 +23,9 @@ Cache::Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priorit
       tables_[group].push_back(slot);
     }
   }
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    if (ledger_.groups_[group].is_state()) first_[group] = 0;  // its slot is no block's
+  }
   for (Node* node : path) node->priority = std::max(node->priority, priority);
   ledger_.tree_.lock(tip_);
 }
@@ -29,10 +33,19 @@ Cache::Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priorit
 std::vector<Slot> Cache::needs(std::int64_t blocks) const {
   std::vector<Slot> needs;
   for (std::size_t group = 0; group < tables_.size(); ++group) {
+    if (ledger_.groups_[group].is_state()) {
+      needs.push_back(blocks > 0 && (tables_[group].empty() || has_snapshot_only(group)) ? 1 : 0);
+      continue;
+    }
     const std::int64_t missing = blocks - first_[group] - static_cast<std::int64_t>(tables_[group].size());
     needs.push_back(static_cast<Slot>(std::max<std::int64_t>(0, missing)));
   }
   return needs;
+}
+
+bool Cache::has_snapshot_only(std::size_t group) const {
+  const auto& table = tables_[group];
+  return !table.empty() && ledger_.groups_[group].store.publication(table.front()) != nullptr;
 }
 
 std::optional<Shortage> Cache::shortage(std::int64_t blocks) const { return ledger_.shortage(needs(blocks)); }
@@ -42,6 +55,11 @@ Slots Cache::grow(std::int64_t blocks) {
   for (const auto& table : tables_) after.push_back(table.empty() ? std::nullopt : std::optional(table.back()));
   Slots taken = ledger_.allocate(needs(blocks), after);
   for (std::size_t group = 0; group < tables_.size(); ++group) {
+    LayerGroup& rule = ledger_.groups_[group];
+    if (rule.is_state() && !taken[group].empty() && !tables_[group].empty()) {
+      rule.store.drop(tables_[group].front());  // the snapshot: its bytes stay until somebody else claims it
+      tables_[group].clear();
+    }
     tables_[group].insert(tables_[group].end(), taken[group].begin(), taken[group].end());
   }
   return taken;
@@ -52,7 +70,7 @@ Slots Cache::grow(std::int64_t blocks) {
 void Cache::advance(std::int64_t before, std::int64_t history) {
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     const LayerGroup& rule = ledger_.groups_[group];
-    if (rule.keeps_all()) continue;
+    if (!rule.is_window()) continue;
     std::int64_t live = rule.first_live_block(history, ledger_.tokens_per_block_);
     if (ledger_.reuse_) {
       live = std::max(rule.first_live_block(before, ledger_.tokens_per_block_), std::min(live, published_));
@@ -68,7 +86,8 @@ void Cache::publish(Tokens tokens, std::int64_t blocks, std::int64_t history) {
   std::vector<Slot> mine(tables_.size());
   for (std::int64_t index = published_; index < blocks; ++index, tokens = tokens.subspan(size)) {
     for (std::size_t group = 0; group < tables_.size(); ++group) {
-      mine[group] = index >= first_[group] ? tables_[group].at(index - first_[group]) : kNone;
+      const bool has_block = !ledger_.groups_[group].is_state() && index >= first_[group];
+      mine[group] = has_block ? tables_[group].at(index - first_[group]) : kNone;
     }
     tip = ledger_.tree_.publish(tip, tokens.first(size), mine, priority_);
     swap(index, mine, tip);
@@ -79,7 +98,7 @@ void Cache::publish(Tokens tokens, std::int64_t blocks, std::int64_t history) {
   published_ = blocks;
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     const LayerGroup& rule = ledger_.groups_[group];
-    if (!rule.keeps_all()) drop_before(group, rule.first_live_block(history, ledger_.tokens_per_block_));
+    if (rule.is_window()) drop_before(group, rule.first_live_block(history, ledger_.tokens_per_block_));
   }
 }
 
@@ -105,11 +124,34 @@ void Cache::drop_before(std::size_t group, std::int64_t live) {
   first_[group] = live;
 }
 
+std::vector<StateCopy> Cache::snapshot() {
+  std::vector<Slot> needs(tables_.size(), 0);
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    const bool live = ledger_.groups_[group].is_state() && !tables_[group].empty() && !has_snapshot_only(group);
+    needs[group] = live && tip_->slots[group] == kNone ? 1 : 0;
+  }
+  std::vector<StateCopy> copies;
+  if (ledger_.shortage(needs)) return copies;
+  const Slots taken = ledger_.allocate(needs, std::vector<std::optional<Slot>>(tables_.size()));
+  for (std::size_t group = 0; group < tables_.size(); ++group) {
+    if (needs[group] == 0) continue;
+    const Slot slot = taken[group].front();
+    ledger_.tree_.attach(tip_, group, slot);
+    ledger_.groups_[group].store.drop(slot);
+    copies.push_back({group, tables_[group].front(), slot});
+  }
+  return copies;
+}
+
 std::shared_ptr<Hold> Cache::pin(std::int64_t blocks) {
   Slots kept;
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     const auto& table = tables_[group];
     const auto size = static_cast<std::int64_t>(table.size());
+    if (ledger_.groups_[group].is_state()) {
+      kept.push_back(blocks > 0 ? table : std::vector<Slot>{});
+      continue;
+    }
     const std::int64_t count = std::clamp<std::int64_t>(blocks - first_[group], 0, size);
     kept.emplace_back(table.begin(), table.begin() + count);
   }
@@ -123,6 +165,11 @@ std::shared_ptr<Hold> Cache::quarantine() {
   std::vector<std::int64_t> starts;
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     auto& table = tables_[group];
+    if (ledger_.groups_[group].is_state()) {
+      starts.push_back(0);
+      kept.push_back(has_snapshot_only(group) ? std::vector<Slot>{} : std::exchange(table, {}));
+      continue;
+    }
     starts.push_back(std::max(first_[group], published_));
     const auto cut = table.begin() + std::min(starts[group] - first_[group], static_cast<std::int64_t>(table.size()));
     kept.emplace_back(cut, table.end());
@@ -152,6 +199,10 @@ void Cache::check_integrity(std::int64_t history, std::int64_t blocks) const {
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     const LayerGroup& rule = ledger_.groups_[group];
     const auto& table = tables_[group];
+    if (rule.is_state()) {
+      check_state(group);
+      continue;
+    }
     const auto first = static_cast<std::size_t>(first_[group]);
     ensure(first + table.size() == std::max(static_cast<std::size_t>(blocks), first),
            "a group holds too many or too few blocks");
@@ -166,6 +217,12 @@ void Cache::check_integrity(std::int64_t history, std::int64_t blocks) const {
       }
     }
   }
+}
+
+void Cache::check_state(std::size_t group) const {
+  const auto& table = tables_[group];
+  ensure(table.size() <= 1, "a state group holds more than one slot");
+  ensure(!has_snapshot_only(group) || tip_->slots[group] == table.front(), "a snapshot held is not the newest block's");
 }
 
 }  // namespace kvferry

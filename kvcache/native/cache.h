@@ -5,8 +5,15 @@
 
 namespace kvferry {
 
+struct StateCopy {
+  std::size_t group;
+  Slot from;
+  Slot to;
+};
+
 // Blocks below index published() are in the tree under tip_ and its ancestors, and are only read; those behind belong
-// to this cache alone. A window's table starts at first_block(group), which rises as blocks go stale.
+// to this cache alone. A window's table starts at first_block(group), which rises as blocks go stale. The table of a
+// state group holds one slot at most: the live one, or the snapshot to start from until `grow` gets a live one.
 class Cache : public std::enable_shared_from_this<Cache> {
  public:
   // path: the published prefix to start with. Its blocks are held from here on.
@@ -24,6 +31,9 @@ class Cache : public std::enable_shared_from_this<Cache> {
   void advance(std::int64_t before, std::int64_t history);
   // Publishes the blocks [published(), blocks); `tokens` are theirs.
   void publish(Tokens tokens, std::int64_t blocks, std::int64_t history);
+  // A snapshot of the state after the last published block, for every state group that has none there: what to copy
+  // where. Nothing where there is no room.
+  std::vector<StateCopy> snapshot();
   // Keeps the first `blocks` blocks for readers.
   std::shared_ptr<Hold> pin(std::int64_t blocks);
   // Ends the cache and keeps its unpublished blocks from everybody.
@@ -35,6 +45,8 @@ class Cache : public std::enable_shared_from_this<Cache> {
  private:
   std::vector<Slot> needs(std::int64_t blocks) const;
   void swap(std::int64_t index, const std::vector<Slot>& mine, const Node* node);
+  bool has_snapshot_only(std::size_t group) const;
+  void check_state(std::size_t group) const;
   void drop_before(std::size_t group, std::int64_t live);
 
   Ledger& ledger_;

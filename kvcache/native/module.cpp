@@ -69,10 +69,11 @@ GroupSpec spec_of(const Spec& spec) {
   const auto& [keeps, window, num_slots] = spec;
   if (num_slots < 0) throw py::value_error("a pool has no negative size");
   if (keeps == "all") return {LayerGroup::Keeps::kAll, 0, num_slots};
+  if (keeps == "state") return {LayerGroup::Keeps::kState, 0, num_slots};
   if (window < 1) throw py::value_error("a window has at least one token");
   if (keeps == "window") return {LayerGroup::Keeps::kWindow, window, num_slots};
   if (keeps == "chunk") return {LayerGroup::Keeps::kChunk, window, num_slots};
-  throw py::value_error("a layer group keeps all, a window or a chunk, not " + keeps);
+  throw py::value_error("a layer group keeps all, a window, a chunk or a state, not " + keeps);
 }
 
 py::object shortage_of(const std::optional<Shortage>& shortage) {
@@ -145,6 +146,12 @@ void bind_cache(py::module_& module) {
       .def("publish",
            [](Cache& cache, const py::buffer& tokens, std::int64_t blocks, std::int64_t history) {
              with_tokens(tokens, [&](Tokens view) { cache.publish(view, blocks, history); });
+           })
+      .def("snapshot",
+           [](Cache& cache) {
+             py::list copies;
+             for (const auto& [group, from, to] : cache.snapshot()) copies.append(py::make_tuple(group, from, to));
+             return copies;
            })
       .def("pin", &Cache::pin, py::keep_alive<0, 1>())
       .def("quarantine", &Cache::quarantine, py::keep_alive<0, 1>())

@@ -19,6 +19,8 @@ std::int64_t LayerGroup::first_live_block(std::int64_t history, std::int64_t tok
       return std::max<std::int64_t>(0, history + 1 - window) / tokens_per_block;
     case Keeps::kChunk:
       return history / window * window / tokens_per_block;
+    case Keeps::kState:  // the state after block n is all that block n + 1 needs
+      return std::max<std::int64_t>(0, (history + tokens_per_block - 1) / tokens_per_block - 1);
     case Keeps::kAll:
       break;
   }
@@ -82,12 +84,14 @@ Node* PrefixTree::publish(Node* parent, Tokens tokens, const std::vector<Slot>& 
   Node* node = found != nodes_.end() ? &found->second : insert(parent, digest, priority);
   node->priority = std::max(node->priority, priority);
   for (std::size_t group = 0; group < slots.size(); ++group) {
-    if (slots[group] != kNone && node->slots[group] == kNone) {
-      groups_[group].store.publish(slots[group], node);
-      node->slots[group] = slots[group];
-    }
+    if (slots[group] != kNone && node->slots[group] == kNone) attach(node, group, slots[group]);
   }
   return node;
+}
+
+void PrefixTree::attach(Node* node, std::size_t group, Slot slot) {
+  groups_[group].store.publish(slot, node);
+  node->slots[group] = slot;
 }
 
 void PrefixTree::unlock(Node* node) {

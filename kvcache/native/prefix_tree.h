@@ -17,13 +17,16 @@ using Tokens = std::span<const std::uint32_t>;
 
 // A layer group's rule of what it still needs, and the books of its pool.
 struct LayerGroup {
-  enum class Keeps { kAll, kWindow, kChunk };
+  enum class Keeps { kAll, kWindow, kChunk, kState };
 
   Keeps keeps;
   std::int64_t window;  // tokens; unused where everything is kept
   SlotStore store;
 
   bool keeps_all() const { return keeps == Keeps::kAll; }
+  // One live slot per cache and, in the tree, snapshots of it at the ends of some blocks.
+  bool is_state() const { return keeps == Keeps::kState; }
+  bool is_window() const { return keeps == Keeps::kWindow || keeps == Keeps::kChunk; }
   // Index of the first block that the token at position `history`, or a later one, can look at.
   std::int64_t first_live_block(std::int64_t history, std::int64_t tokens_per_block) const;
 };
@@ -76,6 +79,8 @@ class PrefixTree {
   std::vector<Node*> find(const Digest& scope, Tokens tokens);
   // The child of `parent` that holds `tokens`, made of `slots` as far as it lacks any.
   Node* publish(Node* parent, Tokens tokens, const std::vector<Slot>& slots, Priority priority);
+  // Adds slots to a block that is there already, held by the caller.
+  void attach(Node* node, std::size_t group, Slot slot);
   void lock(Node* node) { ++node->locks; }
   void unlock(Node* node);
   // Frees the slot of `group` that is next in turn.

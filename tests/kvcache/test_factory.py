@@ -48,7 +48,6 @@ def test_an_unknown_version_lists_the_choices() -> None:
             "kv_cache.tokens_per_block",
             r"\[16, 32\]",
         ),
-        ([dataclasses.replace(FULL, kind=GroupKind.SSM)], "kv_cache.manager", "group 0 is ssm"),
         ([dataclasses.replace(FULL, kind=GroupKind.WINDOW)], "model", "window must be at least 1 token, got None"),
     ],
 )
@@ -58,6 +57,13 @@ def test_layouts_that_cannot_be_held_are_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         create_manager(version, layouts, 1 << 20)
     assert caught.value.field == field
+
+
+def test_v1_refuses_states() -> None:
+    layouts = [FULL, dataclasses.replace(FULL, layers=(2,), kind=GroupKind.SSM)]
+    with pytest.raises(ConfigError, match="group 1 is ssm") as caught:
+        create_manager("V1", layouts, 1 << 20)
+    assert caught.value.field == "kv_cache.manager"
 
 
 def test_a_budget_too_small_is_refused(version: str) -> None:

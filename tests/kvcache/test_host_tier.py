@@ -10,6 +10,7 @@ import torch
 
 from kvferry.core import ConfigError, GroupKind, KVLayout
 from kvferry.kvcache import CacheStateError, KVCache, KVCacheManager, OutOfBlocksError, create_manager
+from kvferry.kvcache.groups import rules_of
 from kvferry.kvcache.host_tier import HostTier, Shelf
 
 SIZE = 4
@@ -90,7 +91,8 @@ def test_a_tier_without_room_forgets_the_deepest_blocks_first(make_tiered: MakeT
 
 
 def test_a_window_needs_only_its_last_blocks_below(make_tiered: MakeTiered) -> None:
-    tier = HostTier((FULL, WINDOW), 8 * (FULL.slot_nbytes + WINDOW.slot_nbytes))
+    rules = rules_of((FULL, WINDOW), SIZE)
+    tier = HostTier((FULL, WINDOW), rules, 8 * (FULL.slot_nbytes + WINDOW.slot_nbytes))
     digests = [bytes([n]) * 32 for n in range(6)]
     rows = [torch.zeros((8, layout.slot_nbytes), dtype=torch.uint8) for layout in (FULL, WINDOW)]
     tier.shelves[0].keep({digest: n for n, digest in enumerate(digests)}, rows[0])

@@ -6,6 +6,7 @@ import hashlib
 import random
 from array import array
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,7 @@ LAYOUTS = (
     KVLayout(GroupKind.WINDOW, (1,), 1, 1, tokens_per_block=SIZE, window=6),
     KVLayout(GroupKind.CHUNKED, (2,), 1, 1, tokens_per_block=SIZE, window=10),
 )
+HYBRID = (LAYOUTS[0], LAYOUTS[1], KVLayout(GroupKind.SSM, (3,), 1, 1, tokens_per_block=1, planes=1))
 SEQUENCES = [[1 + n // (8 + 6 * which) * which for n in range(60)] for which in range(5)]
 Pair = tuple[KVCache, KVCache]
 
@@ -93,11 +95,13 @@ def test_broken_invariants_are_assertion_errors() -> None:
 class Lockstep(RuleBasedStateMachine):
     """Every step on both cores; afterwards everything that can be seen of them is compared."""
 
+    layouts: ClassVar[tuple[KVLayout, ...]] = LAYOUTS
+
     def __init__(self) -> None:
         super().__init__()
-        nbytes = BLOCKS * sum(layout.slot_nbytes for layout in LAYOUTS)
+        nbytes = BLOCKS * sum(layout.slot_nbytes for layout in self.layouts)
         self.managers = [
-            create_manager("V2", LAYOUTS, nbytes, core=name, host_bytes=nbytes // 2) for name in ("cpp", "python")
+            create_manager("V2", self.layouts, nbytes, core=name, host_bytes=nbytes // 2) for name in ("cpp", "python")
         ]
         self.live: list[tuple[Pair, list[int]]] = []
         self.holds: list[tuple[BlockHold, BlockHold]] = []
@@ -153,6 +157,13 @@ class Lockstep(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def snapshot(self, data: st.DataObject) -> None:
+        pair, _ = self._any(data)
+        if not pair[0].suspended and 0 < pair[0].committed == pair[0].history:
+            assert pair[0].snapshot() == pair[1].snapshot()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def suspend_or_resume(self, data: st.DataObject) -> None:
         pair, tokens = self._any(data)
         if pair[0].suspended:
@@ -188,7 +199,7 @@ class Lockstep(RuleBasedStateMachine):
             manager.check_integrity()
 
     def _seen(self, cache: KVCache) -> object:
-        tables = [(cache.first_block(group), list(cache.block_table(group))) for group in range(len(LAYOUTS))]
+        tables = [(cache.first_block(group), list(cache.block_table(group))) for group in range(len(self.layouts))]
         return cache.reused, cache.committed, cache.history, cache.capacity, tables
 
     def _any(self, data: st.DataObject) -> tuple[Pair, list[int]]:
@@ -212,9 +223,14 @@ class Lockstep(RuleBasedStateMachine):
         self.holds.append((first, second))
 
 
-def test_both_cores_take_the_same_decisions(sequences: int) -> None:
+class HybridLockstep(Lockstep):
+    layouts = HYBRID
+
+
+@pytest.mark.parametrize("machine", [Lockstep, HybridLockstep])
+def test_both_cores_take_the_same_decisions(machine: type[Lockstep], sequences: int) -> None:
     run_state_machine_as_test(
-        Lockstep,
+        machine,
         settings=settings(
             max_examples=sequences, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
