@@ -3,6 +3,7 @@
 from kvferry.kvcache.base import (
     BlockHold,
     CacheStateError,
+    CacheStatistics,
     KVCache,
     KVCacheManager,
     KVPool,
@@ -18,6 +19,7 @@ __all__ = [
     "BlockHold",
     "CacheOptions",
     "CacheStateError",
+    "CacheStatistics",
     "KVCache",
     "KVCacheManager",
     "KVEventLog",

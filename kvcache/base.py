@@ -63,6 +63,28 @@ class TierCounts:
     parked: int
 
 
+@dataclass(slots=True)
+class CacheStatistics:
+    """Counted since the manager was made, for metrics.
+
+    prompt_tokens: given to `open`; reused_tokens: found of them, and restored_tokens: those of the found ones that were
+    brought up from a tier below. refused_reservations: for want of pages. suspensions and resumptions: that succeeded.
+    """
+
+    opened: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    restored_tokens: int = 0
+    refused_reservations: int = 0
+    suspensions: int = 0
+    resumptions: int = 0
+
+    def opened_one(self, prompt_tokens: int, reused_tokens: int) -> None:
+        self.opened += 1
+        self.prompt_tokens += prompt_tokens
+        self.reused_tokens += reused_tokens
+
+
 def _region(tensor: torch.Tensor) -> MemRegion:
     nbytes = tensor.numel() * tensor.element_size()
     return MemRegion(addr=tensor.data_ptr(), nbytes=nbytes, device=str(tensor.device))
@@ -203,6 +225,10 @@ class KVCacheManager(ABC):
         """From now on at most `nbytes` of the pools are used, evicting cached prefixes if need be. Memory is not given
         back to the system. Atomic: OutOfBlocksError when live requests use more, ConfigError beyond the pools'
         size or below one block per layer group."""
+
+    @abstractmethod
+    def statistics(self) -> CacheStatistics:
+        """A copy of what was counted so far."""
 
     @abstractmethod
     def tier_counts(self) -> tuple[TierCounts, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.core import BlockTable
-from kvferry.kvcache.base import BlockHold, CacheStateError, OutOfBlocksError
+from kvferry.kvcache.base import BlockHold, CacheStateError, CacheStatistics, OutOfBlocksError
 from kvferry.kvcache.core_v2 import CoreHold
 from kvferry.kvcache.holds import TableHold
 from kvferry.kvcache.host_tier import Parked
@@ -23,6 +23,7 @@ class SharedV2:
     tokens_per_block: int
     reuse: bool
     caches: set[CacheV2] = field(default_factory=set)
+    statistics: CacheStatistics = field(default_factory=CacheStatistics)
 
     @property
     def has_windows(self) -> bool:
@@ -32,8 +33,10 @@ class SharedV2:
 class CacheV2(TrackedCache):
     def __init__(self, shared: SharedV2, scope: bytes, tokens: array[int], priority: int) -> None:
         """tokens: those whose published blocks it may start with."""
-        self._core = shared.books.open(scope, tokens, priority)
-        super().__init__(shared.tokens_per_block, self._core.published * shared.tokens_per_block)
+        self._core, restored = shared.books.open(scope, tokens, priority)
+        reused = self._core.published * shared.tokens_per_block
+        super().__init__(shared.tokens_per_block, reused, shared.statistics)
+        shared.statistics.restored_tokens += restored * shared.tokens_per_block
         self._shared = shared
         self._scope = scope
         self._priority = priority

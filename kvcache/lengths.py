@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
-from kvferry.kvcache.base import CacheStateError, KVCache
+from kvferry.kvcache.base import CacheStateError, CacheStatistics, KVCache, OutOfBlocksError
 
 
 class CacheState(Enum):
@@ -22,7 +22,8 @@ class TrackedCache(KVCache):
     find they cost a comparison or two.
     """
 
-    def __init__(self, tokens_per_block: int, reused: int) -> None:
+    def __init__(self, tokens_per_block: int, reused: int, statistics: CacheStatistics) -> None:
+        self._statistics = statistics
         self._tokens_per_block = tokens_per_block
         self._reused = reused
         self._committed = reused
@@ -51,7 +52,11 @@ class TrackedCache(KVCache):
         if capacity < self._history:
             raise CacheStateError(f"reserve({capacity}): history is {self._history} tokens already")
         if capacity > self._capacity:
-            self._grow(capacity)
+            try:
+                self._grow(capacity)
+            except OutOfBlocksError:
+                self._statistics.refused_reservations += 1
+                raise
             self._capacity = capacity
 
     def advance(self, history: int) -> None:
@@ -82,6 +87,7 @@ class TrackedCache(KVCache):
             return False
         self._state = CacheState.SUSPENDED
         self._capacity = self._history
+        self._statistics.suspensions += 1
         return True
 
     def resume(self, token_ids: Sequence[int]) -> None:
@@ -91,6 +97,7 @@ class TrackedCache(KVCache):
             raise CacheStateError(f"resume: {len(token_ids)} token ids for {self._committed} committed tokens")
         self._unpark(token_ids)
         self._state = CacheState.OPEN
+        self._statistics.resumptions += 1
 
     def close(self) -> None:
         if self._state is CacheState.SUSPENDED:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvferry.core import BlockCounts, BlockTable, ConfigError, KVLayout, Tier, block_digest, scope_digest
 from kvferry.kvcache.base import (
     BlockHold,
     CacheStateError,
+    CacheStatistics,
     KVCache,
     KVCacheManager,
     KVPool,
@@ -51,6 +53,7 @@ class LedgerV1:
         self.pages = pages
         self.reuse = reuse
         self.chain: dict[bytes, ChainEntry] = {}
+        self.statistics = CacheStatistics()
         self.withheld: list[int] = []  # slots a quota keeps from everybody
         self.caches: set[CacheV1] = set()
         self.holds: set[SlotHold] = set()
@@ -139,7 +142,7 @@ class CacheV1(TrackedCache):
     """Blocks below index `_published` are in the chain and only read; those behind belong to this cache alone."""
 
     def __init__(self, ledger: LedgerV1, scope: str, path: Sequence[ChainEntry], priority: int) -> None:
-        super().__init__(ledger.tokens_per_block, len(path) * ledger.tokens_per_block)
+        super().__init__(ledger.tokens_per_block, len(path) * ledger.tokens_per_block, ledger.statistics)
         self._ledger = ledger
         self._priority = priority
         self._published = len(path)
@@ -263,7 +266,9 @@ class ManagerV1(KVCacheManager):
     def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0) -> KVCache:
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
-        return CacheV1(self._ledger, scope, self._ledger.find(scope, token_ids, max_reuse), priority)
+        cache = CacheV1(self._ledger, scope, self._ledger.find(scope, token_ids, max_reuse), priority)
+        self._ledger.statistics.opened_one(len(token_ids), cache.reused)
+        return cache
 
     def can_reserve(self, tokens: int) -> bool:
         return -(-tokens // self._ledger.tokens_per_block) <= self._ledger.store.available
@@ -285,6 +290,9 @@ class ManagerV1(KVCacheManager):
             pinned=store.pinned * pools,
             quarantined=store.quarantined * pools,
         )
+
+    def statistics(self) -> CacheStatistics:
+        return replace(self._ledger.statistics)
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return ()

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvferry.core import BlockCounts, KVLayout, scope_digest
-from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPool, OutOfBlocksError, TierCounts
+from kvferry.kvcache.base import (
+    CacheStateError,
+    CacheStatistics,
+    KVCache,
+    KVCacheManager,
+    KVPool,
+    OutOfBlocksError,
+    TierCounts,
+)
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
 from kvferry.kvcache.core_v2 import CORES, CoreCache
 from kvferry.kvcache.events import KVEventLog
@@ -57,7 +66,9 @@ class ManagerV2(KVCacheManager):
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
         tokens = array("I", token_ids[:max_reuse] if self._shared.reuse else ())
-        return CacheV2(self._shared, scope_digest(scope), tokens, priority)
+        cache = CacheV2(self._shared, scope_digest(scope), tokens, priority)
+        self._shared.statistics.opened_one(len(token_ids), cache.reused)
+        return cache
 
     def can_reserve(self, tokens: int) -> bool:
         blocks = -(-tokens // self._shared.tokens_per_block)
@@ -95,6 +106,9 @@ class ManagerV2(KVCacheManager):
     def _open_ballast(self) -> CoreCache:
         """A cache that nobody uses: what it holds is withheld from everybody."""
         return self._books.ledger.open(scope_digest(f"withheld {id(self)}"), array("I"), 0)
+
+    def statistics(self) -> CacheStatistics:
+        return replace(self._shared.statistics)
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return self._books.host.counts() if self._books.host is not None else ()

@@ -101,12 +101,14 @@ class TieredBooks:
             if blocks:
                 shelf.keep(blocks, self.pages.rows(group))
 
-    def open(self, scope: bytes, tokens: array[int], priority: int) -> CoreCache:
-        """A cache that starts with the longest prefix the pools and the tier below can serve together."""
+    def open(self, scope: bytes, tokens: array[int], priority: int) -> tuple[CoreCache, int]:
+        """A cache that starts with the longest prefix the pools and the tiers below can serve together, and how many
+        of its blocks came from below."""
         core = self.ledger.open(scope, tokens, priority)
+        published = core.published
         if self.host is not None:
             self._restore(self.host, core, scope, tokens)
-        return core
+        return core, core.published - published
 
     def match(self, scope: bytes, tokens: array[int]) -> int:
         """Blocks of that prefix."""

@@ -325,3 +325,17 @@ def test_a_quota_below_what_is_in_use_is_refused_and_nothing_changes(make_manage
     manager.resize(4 * nbytes)
     assert manager.match("", PROMPT) == 0
     assert manager.counts().free == 0
+
+
+def test_statistics_count_what_was_asked_for_and_found(make_manager: MakeManager, serve: Serve) -> None:
+    manager = make_manager(8)
+    first = serve(manager, PROMPT)
+    second = serve(manager, PROMPT)
+    with pytest.raises(OutOfBlocksError):
+        second.reserve(36)
+    first.suspend()
+    found = manager.statistics()
+    assert (found.opened, found.prompt_tokens, found.reused_tokens, found.restored_tokens) == (2, 36, 16, 0)
+    assert (found.refused_reservations, found.suspensions, found.resumptions) == (1, 0, 0)
+    manager.open("", PROMPT, max_reuse=17)
+    assert found.opened == 2, "a copy"

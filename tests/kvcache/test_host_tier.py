@@ -67,6 +67,7 @@ def test_what_eviction_pushed_out_is_found_again_with_its_bytes(make_tiered: Mak
     again = manager.open("", PROMPT, max_reuse=21)
     assert (again.reused, again.committed, again.history, again.capacity) == (20, 20, 20, 20)
     assert_written(manager, again, PROMPT)
+    assert manager.statistics().restored_tokens == 20
     manager.check_integrity()
     again.close()
     assert manager.counts().free == manager.counts().total
@@ -124,6 +125,7 @@ def test_suspend_gives_every_page_back_and_resume_brings_the_bytes_back(make_tie
     assert (cache.committed, cache.history) == (20, 22)
     assert_written(manager, cache, PROMPT)
     assert manager.tier_counts()[0].parked == 0
+    assert (manager.statistics().suspensions, manager.statistics().resumptions) == (1, 1)
     manager.check_integrity()
     cache.reserve(24)
     cache.advance(24)
