@@ -122,7 +122,8 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def reused(self) -> int:
-        """Tokens found in the prefix cache when it was opened; all three lengths start there."""
+        """Tokens found in the prefix cache when it was opened; all three lengths start there (but committed ends with
+        the last whole block)."""
 
     @abstractmethod
     def reserve(self, capacity: int) -> None:
@@ -203,11 +204,15 @@ class KVCacheManager(ABC):
         """Longest prefix, in tokens, that every layer group could serve now. Changes nothing."""
 
     @abstractmethod
-    def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0) -> KVCache:
+    def open(
+        self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
+    ) -> KVCache:
         """A cache for a sequence beginning with `token_ids`, its longest published prefix of at most `max_reuse`
         tokens already in it (0: none). A worker that must sample passes len(token_ids) - 1.
 
-        What it publishes or reuses is evicted after everything of lower `priority`."""
+        What it publishes or reuses is evicted after everything of lower `priority`. Where the next block shares at
+        least `min_partial` tokens with a published one (0: whole blocks only), a manager that can copies that one and
+        reuses these tokens too; history then ends within a block that is not committed yet."""
 
     @abstractmethod
     def can_reserve(self, tokens: int) -> bool:

@@ -45,6 +45,12 @@ class CacheV2(TrackedCache):
         self._tables = self._views()
         shared.caches.add(self)
 
+    def begin_block(self, tokens: array[int], least: int) -> None:
+        """Right after opening: reuses what a published block has in common with `tokens`, which follow history."""
+        self._reused += self._shared.books.begin_block(self._core, tokens, least)
+        self._history = self._capacity = self._reused
+        self._advanced(self._history)
+
     def _views(self) -> tuple[Sequence[int], ...]:
         return tuple(self._core.table(group) for group in range(len(self._shared.books.rules)))
 

@@ -57,6 +57,11 @@ class CoreCache(Protocol):
         """A snapshot of the state after the last published block, for every state group that has none there:
         (group, live slot, slot to copy it to). Nothing where there is no room."""
 
+    def begin_block(self, tokens: array[int], least: int) -> tuple[int, Sequence[tuple[int, int, int]]]:
+        """Gets one more block, to be filled with a copy of the published block that begins with most of `tokens`, at
+        least `least` of them: how many those are, and (group, slot, slot to copy it to). (0, nothing) where there is
+        no such block or no room. Sources are whole until the next call."""
+
     def pin(self, blocks: int) -> CoreHold:
         """Keeps the first `blocks` blocks for readers."""
 

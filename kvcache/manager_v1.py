@@ -263,7 +263,10 @@ class ManagerV1(KVCacheManager):
     def match(self, scope: str, token_ids: Sequence[int]) -> int:
         return len(self._ledger.find(scope, token_ids, len(token_ids))) * self._ledger.tokens_per_block
 
-    def open(self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0) -> KVCache:
+    def open(
+        self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
+    ) -> KVCache:
+        """V1 reuses whole blocks only, whatever `min_partial` says."""
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
         cache = CacheV1(self._ledger, scope, self._ledger.find(scope, token_ids, max_reuse), priority)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 
 from kvferry.core import block_digest
 from kvferry.kvcache.core_v2 import Evictions, Links
 from kvferry.kvcache.slots import LayerGroup
+
+# A scope's root has a child for every first block there is: looking at all of them would cost more than it finds.
+CHILDREN_LOOKED_AT = 32
 
 
 class Node:
@@ -17,10 +21,13 @@ class Node:
     A node has a slot in *every* group that keeps all blocks; only windows come and go by themselves.
     """
 
-    __slots__ = ("children", "digest", "locks", "parent", "priority", "slots")
+    __slots__ = ("children", "digest", "locks", "parent", "priority", "slots", "tokens")
 
-    def __init__(self, digest: bytes, parent: Node | None, slots: list[int | None], priority: int) -> None:
+    def __init__(
+        self, digest: bytes, parent: Node | None, slots: list[int | None], priority: int, tokens: array[int]
+    ) -> None:
         self.digest = digest
+        self.tokens = tokens
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.slots = slots
@@ -55,7 +62,7 @@ class PrefixTree:
         """The root of the scope with this digest, made where there is none; dropped again with its last block."""
         node = self._roots.get(scope)
         if node is None:
-            node = Node(scope, None, [None] * len(self._groups), 0)
+            node = Node(scope, None, [None] * len(self._groups), 0, array("I"))
             self._roots[scope] = node
         return node
 
@@ -87,12 +94,13 @@ class PrefixTree:
                 usable = length
         return usable
 
-    def publish(self, parent: Node, digest: bytes, slots: list[int | None], priority: int) -> Node:
-        """The child of `parent` under `digest`, made of `slots` as far as it lacks any. The caller holds `slots`
+    def publish(self, parent: Node, tokens: array[int], slots: list[int | None], priority: int) -> Node:
+        """The child of `parent` that holds `tokens`, made of `slots` as far as it lacks any. The caller holds `slots`
         (None where a window dropped its block) and swaps the ones that differ from the node's."""
+        digest = block_digest(parent.digest, tokens)
         node = parent.children.get(digest)
         if node is None:
-            node = Node(digest, parent, [None] * len(slots), priority)
+            node = Node(digest, parent, [None] * len(slots), priority, tokens)
             parent.children[digest] = node
             if self._keeps_journal:
                 self._links.append((digest, parent.digest))
@@ -101,6 +109,18 @@ class PrefixTree:
             if slot is not None and node.slots[group.index] is None:
                 self.attach(node, group, slot)
         return node
+
+    def closest_child(self, node: Node, tokens: array[int]) -> tuple[Node | None, int]:
+        """The child of `node` that begins with most of `tokens`, and how many those are, among its newest children;
+        of equals the newest. Only one that has a slot in every group, and None where none shares a token."""
+        closest, most = None, 0
+        for child in islice(reversed(node.children.values()), CHILDREN_LOOKED_AT):
+            if None not in child.slots:
+                pairs = zip(tokens, child.tokens, strict=False)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                if shared > most:
+                    closest, most = child, shared
+        return closest, most
 
     def attach(self, node: Node, group: LayerGroup, slot: int) -> None:
         """Adds a slot, held by the caller, to a block that is there already."""

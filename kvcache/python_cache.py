@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.core import block_digest
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold
 from kvferry.kvcache.prefix_tree import Node
 from kvferry.kvcache.slots import LayerGroup
@@ -110,7 +109,7 @@ class PythonCache:
                 table[index - first] if index >= first and not group.rule.is_state else None
                 for group, table, first in zip(self._ledger.groups, self._tables, self._first, strict=True)
             ]
-            tip = tree.publish(tip, block_digest(tip.digest, tokens[at : at + size]), mine, self._priority)
+            tip = tree.publish(tip, tokens[at : at + size], mine, self._priority)
             self._swap(index, mine, tip)
         tree.lock(tip)
         tree.unlock(self._tip)
@@ -135,6 +134,25 @@ class PythonCache:
                 group.store.drop(slot)
             del table[:stale]
             self._first[group.index] = live
+
+    def begin_block(self, tokens: array[int], least: int) -> tuple[int, Sequence[tuple[int, int, int]]]:
+        source, shared = self._ledger.tree.closest_child(self._tip, tokens)
+        # A state cannot be cut in the middle of a block.
+        if source is None or shared < least or self._states:
+            return 0, []
+        sources = [
+            (group, slot) for group, slot in zip(self._ledger.groups, source.slots, strict=True) if slot is not None
+        ]
+        for group, slot in sources:
+            group.store.hold(slot)
+        copies: list[tuple[int, int, int]] = []
+        if self.shortage(self._published + 1) is None:
+            source.priority = max(source.priority, self._priority)
+            taken = self.grow(self._published + 1)
+            copies = [(group.index, slot, taken[group.index][0]) for group, slot in sources]
+        for group, slot in sources:
+            group.store.drop(slot)
+        return shared if copies else 0, copies
 
     def pin(self, blocks: int) -> SlotHold:
         parts = [table[: max(0, blocks - first)] for table, first in zip(self._tables, self._first, strict=True)]

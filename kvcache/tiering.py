@@ -58,11 +58,22 @@ class TieredBooks:
     def snapshot(self, core: CoreCache) -> bool:
         """Publishes the state after the last published block, the newest there is; False where there is no room."""
         copies = core.snapshot()
-        self._follow()
-        for group, live, slot in copies:
-            self.pages.claim(group, [slot])
-            self.pages.copy(group, live, slot)
+        self._copy(copies)
         return bool(copies)
+
+    def begin_block(self, core: CoreCache, tokens: array[int], least: int) -> int:
+        """Gives `core` one more block, a copy of the published one that begins with most of `tokens`, at least `least`;
+        how many of them it holds, 0 where it got none."""
+        shared, copies = core.begin_block(tokens, least)
+        self._copy(copies)
+        return shared
+
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """(group, slot, fresh slot) each."""
+        self._follow()
+        for group, source, slot in copies:
+            self.pages.claim(group, [slot])
+            self.pages.copy(group, source, slot)
 
     def publish(self, core: CoreCache, tokens: array[int], blocks: int, history: int) -> None:
         """Publishes the blocks below index `blocks`; `tokens` are those of the unpublished ones among them."""

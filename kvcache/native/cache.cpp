@@ -124,13 +124,13 @@ void Cache::drop_before(std::size_t group, std::int64_t live) {
   first_[group] = live;
 }
 
-std::vector<StateCopy> Cache::snapshot() {
+std::vector<SlotCopy> Cache::snapshot() {
   std::vector<Slot> needs(tables_.size(), 0);
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     const bool live = ledger_.groups_[group].is_state() && !tables_[group].empty() && !has_snapshot_only(group);
     needs[group] = live && tip_->slots[group] == kNone ? 1 : 0;
   }
-  std::vector<StateCopy> copies;
+  std::vector<SlotCopy> copies;
   if (ledger_.shortage(needs)) return copies;
   const Slots taken = ledger_.allocate(needs, std::vector<std::optional<Slot>>(tables_.size()));
   for (std::size_t group = 0; group < tables_.size(); ++group) {
@@ -141,6 +141,25 @@ std::vector<StateCopy> Cache::snapshot() {
     copies.push_back({group, tables_[group].front(), slot});
   }
   return copies;
+}
+
+std::pair<std::size_t, std::vector<SlotCopy>> Cache::begin_block(Tokens tokens, std::size_t least) {
+  const auto [source, shared] = ledger_.tree_.closest_child(tip_, tokens);
+  if (source == nullptr || shared < least) return {};
+  // A state cannot be cut in the middle of a block.
+  for (const LayerGroup& rule : ledger_.groups_) {
+    if (rule.is_state()) return {};
+  }
+  const std::vector<Slot> slots = source->slots;
+  for (std::size_t group = 0; group < slots.size(); ++group) ledger_.groups_[group].store.hold(slots[group]);
+  std::vector<SlotCopy> copies;
+  if (!shortage(published_ + 1)) {
+    source->priority = std::max(source->priority, priority_);
+    const Slots taken = grow(published_ + 1);
+    for (std::size_t group = 0; group < slots.size(); ++group) copies.push_back({group, slots[group], taken[group][0]});
+  }
+  for (std::size_t group = 0; group < slots.size(); ++group) ledger_.groups_[group].store.drop(slots[group]);
+  return {copies.empty() ? 0 : shared, copies};
 }
 
 std::shared_ptr<Hold> Cache::pin(std::int64_t blocks) {

@@ -5,7 +5,7 @@
 
 namespace kvferry {
 
-struct StateCopy {
+struct SlotCopy {
   std::size_t group;
   Slot from;
   Slot to;
@@ -33,7 +33,10 @@ class Cache : public std::enable_shared_from_this<Cache> {
   void publish(Tokens tokens, std::int64_t blocks, std::int64_t history);
   // A snapshot of the state after the last published block, for every state group that has none there: what to copy
   // where. Nothing where there is no room.
-  std::vector<StateCopy> snapshot();
+  std::vector<SlotCopy> snapshot();
+  // Gets one more block, to be filled with a copy of the published block that begins with most of `tokens`, at least
+  // `least` of them; how many those are, and what to copy where. Nothing where there is no such block or no room.
+  std::pair<std::size_t, std::vector<SlotCopy>> begin_block(Tokens tokens, std::size_t least);
   // Keeps the first `blocks` blocks for readers.
   std::shared_ptr<Hold> pin(std::int64_t blocks);
   // Ends the cache and keeps its unpublished blocks from everybody.

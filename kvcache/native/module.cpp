@@ -81,6 +81,12 @@ py::object shortage_of(const std::optional<Shortage>& shortage) {
   return py::make_tuple(shortage->group, shortage->needed, shortage->available);
 }
 
+py::list copies_of(const std::vector<SlotCopy>& copies) {
+  py::list list;
+  for (const auto& [group, from, to] : copies) list.append(py::make_tuple(group, from, to));
+  return list;
+}
+
 py::tuple journal_of(const Journal& journal) {
   py::list links, evictions;
   for (const auto& [digest, parent] : journal.links) {
@@ -147,11 +153,13 @@ void bind_cache(py::module_& module) {
            [](Cache& cache, const py::buffer& tokens, std::int64_t blocks, std::int64_t history) {
              with_tokens(tokens, [&](Tokens view) { cache.publish(view, blocks, history); });
            })
-      .def("snapshot",
-           [](Cache& cache) {
-             py::list copies;
-             for (const auto& [group, from, to] : cache.snapshot()) copies.append(py::make_tuple(group, from, to));
-             return copies;
+      .def("snapshot", [](Cache& cache) { return copies_of(cache.snapshot()); })
+      .def("begin_block",
+           [](Cache& cache, const py::buffer& tokens, std::size_t least) {
+             return with_tokens(tokens, [&](Tokens view) {
+               const auto [shared, copies] = cache.begin_block(view, least);
+               return py::make_tuple(shared, copies_of(copies));
+             });
            })
       .def("pin", &Cache::pin, py::keep_alive<0, 1>())
       .def("quarantine", &Cache::quarantine, py::keep_alive<0, 1>())

@@ -7,6 +7,9 @@
 
 namespace kvferry {
 
+// A scope's root has a child for every first block there is: looking at all of them would cost more than it finds.
+constexpr int kChildrenLookedAt = 32;
+
 static_assert(std::endian::native == std::endian::little, "digests are taken over little-endian token ids");
 
 Digest block_digest(const Digest& parent, Tokens tokens) {
@@ -82,11 +85,27 @@ Node* PrefixTree::publish(Node* parent, Tokens tokens, const std::vector<Slot>& 
   const Digest digest = block_digest(parent->digest, tokens);
   const auto found = nodes_.find(digest);
   Node* node = found != nodes_.end() ? &found->second : insert(parent, digest, priority);
+  if (node->tokens.empty()) node->tokens.assign(tokens.begin(), tokens.end());
   node->priority = std::max(node->priority, priority);
   for (std::size_t group = 0; group < slots.size(); ++group) {
     if (slots[group] != kNone && node->slots[group] == kNone) attach(node, group, slots[group]);
   }
   return node;
+}
+
+std::pair<Node*, std::size_t> PrefixTree::closest_child(const Node* node, Tokens tokens) const {
+  Node* closest = nullptr;
+  std::size_t most = 0;
+  int looked_at = 0;
+  for (Node* child = node->last_child; child != nullptr && looked_at < kChildrenLookedAt; child = child->before) {
+    ++looked_at;
+    if (std::any_of(child->slots.begin(), child->slots.end(), [](Slot slot) { return slot == kNone; })) continue;
+    const std::size_t length = std::min(tokens.size(), child->tokens.size());
+    const auto differs = std::mismatch(tokens.begin(), tokens.begin() + length, child->tokens.begin()).first;
+    const auto shared = static_cast<std::size_t>(differs - tokens.begin());
+    if (shared > most) closest = child, most = shared;
+  }
+  return {closest, most};
 }
 
 void PrefixTree::attach(Node* node, std::size_t group, Slot slot) {

@@ -43,6 +43,7 @@ struct Node {
   Node* before = nullptr;
   Node* behind = nullptr;
   std::vector<Slot> slots;
+  std::vector<std::uint32_t> tokens;
   Priority priority = 0;
   std::int32_t locks = 0;
 
@@ -79,6 +80,9 @@ class PrefixTree {
   std::vector<Node*> find(const Digest& scope, Tokens tokens);
   // The child of `parent` that holds `tokens`, made of `slots` as far as it lacks any.
   Node* publish(Node* parent, Tokens tokens, const std::vector<Slot>& slots, Priority priority);
+  // The child of `node` that begins with most of `tokens`, and how many those are, among its newest children; of
+  // equals the newest. Only one that has a slot in every group, and null where none shares a token.
+  std::pair<Node*, std::size_t> closest_child(const Node* node, Tokens tokens) const;
   // Adds slots to a block that is there already, held by the caller.
   void attach(Node* node, std::size_t group, Slot slot);
   void lock(Node* node) { ++node->locks; }

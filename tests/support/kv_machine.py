@@ -101,18 +101,24 @@ class ManagerMachine(RuleBasedStateMachine):
         prompt=st.integers(1, LENGTH),
         sampling=st.integers(0, 1),
         priority=st.integers(0, 1),
+        least=st.sampled_from([0, 0, 1, 3]),
         steps=st.integers(0, 3),
     )
-    def open(self, tokens: list[int], scope: str, prompt: int, sampling: int, priority: int, steps: int) -> None:
+    def open(
+        self, tokens: list[int], scope: str, prompt: int, sampling: int, priority: int, least: int, steps: int
+    ) -> None:
         """Opens a cache and takes the first `steps` of reserve, advance, commit for the whole prompt at once."""
         matched = self.manager.match(scope, tokens[:prompt])
         limit = prompt - sampling
-        cache = self.manager.open(scope, tokens[:prompt], max_reuse=limit, priority=priority)
-        assert cache.committed == cache.history == cache.capacity == cache.reused <= limit
+        cache = self.manager.open(scope, tokens[:prompt], max_reuse=limit, priority=priority, min_partial=least)
+        assert cache.history == cache.capacity == cache.reused <= limit
+        partial = cache.history - cache.committed
+        assert partial == 0 or 0 < least <= partial < SIZE
+        self._claim_copied(cache)
         if limit == prompt:
             # What lies in a tier below comes up only where there are pages for it.
-            assert cache.reused <= matched if self.host_blocks else cache.reused == matched
-        assert cache.reused == 0 or (scope, tuple(tokens[: cache.reused])) in self.published
+            assert cache.committed <= matched if self.host_blocks else cache.committed == matched
+        assert cache.committed == 0 or (scope, tuple(tokens[: cache.committed])) in self.published
         live = Live(cache, scope, tokens)
         self.live.append(live)
         if steps > 0 and self._reserve(live, prompt):
@@ -279,7 +285,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def block_counts(self) -> None:
         for live in self.live:
             cache = live.cache
-            assert cache.reused <= cache.committed <= cache.history <= cache.capacity
+            assert max(cache.reused, cache.committed) <= cache.history <= cache.capacity
             for group, layout in enumerate(self.layouts):
                 first, table = cache.first_block(group), cache.block_table(group)
                 needed = first_needed_token(layout, cache.history) // SIZE if self.drops_stale else 0
@@ -367,6 +373,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert (tier.free, tier.kept, tier.parked) == (tier.total, 0, 0)
 
     # -- what the steps do ------------------------------------------------------------------------------
+
+    def _claim_copied(self, cache: KVCache) -> None:
+        """A block that opening copied has been claimed."""
+        if cache.history > cache.committed:
+            for group in range(len(self.layouts)):
+                self.claimed[group].add(cache.block_table(group)[-1])
 
     def _reserve(self, live: Live, capacity: int) -> bool:
         """Reserves where the model says there is room, checks the refusal where there is none."""

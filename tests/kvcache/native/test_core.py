@@ -113,9 +113,12 @@ class Lockstep(RuleBasedStateMachine):
         limit=st.integers(0, 60),
         priority=st.integers(-1, 2),
         serve=st.booleans(),
+        least=st.integers(0, 3),
     )
-    def open(self, tokens: list[int], scope: str, limit: int, priority: int, serve: bool) -> None:
-        first, second = (m.open(scope, tokens, max_reuse=limit, priority=priority) for m in self.managers)
+    def open(self, tokens: list[int], scope: str, limit: int, priority: int, serve: bool, least: int) -> None:
+        first, second = (
+            m.open(scope, tokens, max_reuse=limit, priority=priority, min_partial=least) for m in self.managers
+        )
         self.live.append(((first, second), tokens))
         length = max(limit, first.reused)
         if serve and self._both(lambda cache: cache.reserve(length), (first, second)):
