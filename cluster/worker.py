@@ -22,7 +22,7 @@ from kvferry.models import model_fingerprint
 from kvferry.prefill import PrefillWorker
 from kvferry.resolution import prefix_reuse_enabled, read_config
 from kvferry.text import Tokenizer
-from kvferry.transceiver import Transceiver, add_transceiver_service, create_transceiver
+from kvferry.transceiver import PoolMemory, Transceiver, add_transceiver_service, create_transceiver, pool_memory
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class LoadedWorker:
     resolution: Resolution
     runner: ModelRunner
     manager: KVCacheManager
+    memory: PoolMemory | None
     tokenizer: Tokenizer
     fingerprint: str
 
@@ -64,8 +65,17 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         ),
     )
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
-    manager = create_manager(resolution.manager, runner.layouts, cache.bytes, prefix_reuse=reuse, device=engine.device)
-    return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), model_fingerprint(model_dir))
+    memory = pool_memory(resolution)
+    manager = create_manager(
+        resolution.manager,
+        runner.layouts,
+        cache.bytes,
+        prefix_reuse=reuse,
+        device=engine.device,
+        allocate=memory.allocate if memory is not None else None,
+    )
+    tokenizer = Tokenizer.load(model_dir)
+    return LoadedWorker(spec, resolution, runner, manager, memory, tokenizer, model_fingerprint(model_dir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,8 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     finally:
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(worker.close)
+        if loaded.memory is not None:
+            loaded.memory.close()
 
 
 def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:
@@ -127,6 +139,7 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Trans
         pools=loaded.manager.pools,
         endpoint=endpoint,
         transfer_timeout_ms=timeout_ms,
+        memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
     )
 

@@ -10,7 +10,7 @@ from kvferry.kvcache.base import BlockHold, CacheStateError, KVCache, KVCacheMan
 from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold
 from kvferry.kvcache.lengths import TrackedCache
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
+from kvferry.kvcache.pool import Allocate, Pages, blocks_for_budget, build_pool
 from kvferry.kvcache.slots import SlotStore
 
 
@@ -203,10 +203,11 @@ class ManagerV1(KVCacheManager):
         prefix_reuse: bool = True,
         device: str = "cpu",
         debug: bool = False,
+        allocate: Allocate | None = None,
     ) -> None:
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
-        self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
+        self._pools = tuple(build_pool(layout, num_blocks, device, allocate) for layout in layouts)
         self._ledger = LedgerV1(num_blocks, tokens_per_block, Pages(self._pools, debug), prefix_reuse)
 
     @property

@@ -9,7 +9,7 @@ from kvferry.kvcache.base import CacheStateError, KVCache, KVCacheManager, KVPoo
 from kvferry.kvcache.cache_v2 import CacheV2
 from kvferry.kvcache.groups import LayerGroup, check_layouts
 from kvferry.kvcache.ledger_v2 import LedgerV2
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool
+from kvferry.kvcache.pool import Allocate, Pages, blocks_for_budget, build_pool
 from kvferry.kvcache.slots import SlotStore
 
 
@@ -31,10 +31,11 @@ class ManagerV2(KVCacheManager):
         prefix_reuse: bool = True,
         device: str = "cpu",
         debug: bool = False,
+        allocate: Allocate | None = None,
     ) -> None:
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
-        self._pools = tuple(build_pool(layout, num_blocks, device) for layout in layouts)
+        self._pools = tuple(build_pool(layout, num_blocks, device, allocate) for layout in layouts)
         groups = [LayerGroup(index, layout, SlotStore(num_blocks)) for index, layout in enumerate(layouts)]
         self._ledger = LedgerV2(groups, tokens_per_block, Pages(self._pools, debug), prefix_reuse)
 
