@@ -73,6 +73,9 @@ class KVCacheConfig(Section):
     disk_dir: str | None = Field(default=None, description="folder for these files, on every worker's machine")
     tokens_per_block: int = Field(default=16, ge=1, le=1024, description="tokens of one KV block")
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")
+    min_partial_tokens: int = Field(
+        default=0, ge=0, description="V2 copies a cached block that shares this many tokens; 0: whole blocks only"
+    )
 
 
 class EngineConfig(Section):

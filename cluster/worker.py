@@ -22,7 +22,7 @@ from kvferry.models import model_fingerprint
 from kvferry.prefill import PrefillWorker
 from kvferry.resolution import prefix_reuse_enabled, read_config
 from kvferry.text import Tokenizer
-from kvferry.transceiver import Transceiver, add_transceiver_service, create_transceiver
+from kvferry.transceiver import PoolMemory, Transceiver, add_transceiver_service, create_transceiver, pool_memory
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class LoadedWorker:
     resolution: Resolution
     runner: ModelRunner
     manager: KVCacheManager
+    memory: PoolMemory | None
     tokenizer: Tokenizer
     fingerprint: str
 
@@ -61,9 +62,11 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
             max_step_ms=engine.max_step_ms,
             max_queued=engine.max_queued,
             max_context_tokens=engine.max_context_tokens,
+            min_partial_tokens=cache.min_partial_tokens,
         ),
     )
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
+    memory = pool_memory(resolution)
     fingerprint = model_fingerprint(model_dir)
     manager = create_manager(
         resolution.manager,
@@ -75,8 +78,10 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         host_bytes=cache.host_bytes,
         disk_bytes=cache.disk_bytes,
         disk_dir=Path(cache.disk_dir) / fingerprint / spec.name if cache.disk_dir else None,
+        allocate=memory.allocate if memory is not None else None,
     )
-    return LoadedWorker(spec, resolution, runner, manager, Tokenizer.load(model_dir), fingerprint)
+    tokenizer = Tokenizer.load(model_dir)
+    return LoadedWorker(spec, resolution, runner, manager, memory, tokenizer, fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,8 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(worker.close)
         await asyncio.to_thread(loaded.manager.close)
+        if loaded.memory is not None:
+            loaded.memory.close()
 
 
 def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:
@@ -139,6 +146,7 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Trans
         pools=loaded.manager.pools,
         endpoint=endpoint,
         transfer_timeout_ms=timeout_ms,
+        memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
     )
 

@@ -108,7 +108,9 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
     def _start(self, sequence: DecodeSequence) -> bool:
         if sequence.leg.state is DecodeLeg.SUSPENDED:
             return self._resume(sequence)
-        cache = self._open_cache(sequence)
+        # What is loaded starts at a block: copying a part of one first would save little.
+        loads = sequence.key in self._handles
+        cache = self._open_cache(sequence, 0 if loads else self._settings.min_partial_tokens)
         if cache is None:
             return False
         sequence.attach(cache)

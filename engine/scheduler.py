@@ -160,10 +160,11 @@ class BatchScheduler(ABC, Generic[L]):
                 self._blocked_at_free = self.manager.counts().free
                 return
 
-    def _open_cache(self, sequence: Sequence[L]) -> KVCache | None:
-        """A cache with room for every token so far; None when there are too few free blocks."""
-        tokens = sequence.tokens
-        cache = self.manager.open(sequence.request.scope, tokens, max_reuse=len(tokens) - 1)
+    def _open_cache(self, sequence: Sequence[L], min_partial: int) -> KVCache | None:
+        """A cache with room for every token so far; None when there are too few free blocks. min_partial: see
+        `KVCacheManager.open`."""
+        tokens, scope = sequence.tokens, sequence.request.scope
+        cache = self.manager.open(scope, tokens, max_reuse=len(tokens) - 1, min_partial=min_partial)
         try:
             cache.reserve(len(tokens))
         except OutOfBlocksError:

@@ -16,7 +16,8 @@ class EngineSettings:
     threads: compute threads of this worker (None: all cores this process may use).
     max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
     shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
-    max_queued: requests waiting for a place before new ones are refused.
+    max_queued: requests waiting for a place before new ones are refused. min_partial_tokens: from how many tokens on
+    the beginning of a cached block is reused by copy (0: whole blocks only).
     """
 
     device: str = "cpu"
@@ -29,6 +30,7 @@ class EngineSettings:
     max_step_ms: float = 250.0
     max_queued: int = 1024
     max_context_tokens: int | None = None
+    min_partial_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -10,6 +10,7 @@ from kvferry.kvcache.base import KVCacheManager
 from kvferry.kvcache.manager_v1 import ManagerV1
 from kvferry.kvcache.manager_v2 import ManagerV2
 from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.pool import Allocate
 
 ManagerBuilder = Callable[[Sequence[KVLayout], int, CacheOptions], KVCacheManager]
 """Builds a manager and its pools. Raises ConfigError naming the setting that does not fit."""
@@ -32,10 +33,13 @@ def create_manager(
     disk_bytes: int = 0,
     disk_dir: Path | None = None,
     event_capacity: int = 0,
+    allocate: Allocate | None = None,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together; the rest is explained at `CacheOptions`.
 
     Raises ConfigError: an unknown version or core, layouts it cannot hold, or a budget below one block per layer group.
     """
-    options = CacheOptions(prefix_reuse, device, debug, core, host_bytes, disk_bytes, disk_dir, event_capacity)
+    options = CacheOptions(
+        prefix_reuse, device, debug, core, host_bytes, disk_bytes, disk_dir, event_capacity, allocate
+    )
     return MANAGERS.get(version)(layouts, nbytes, options)

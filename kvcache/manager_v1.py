@@ -251,7 +251,7 @@ class ManagerV1(KVCacheManager):
                 )
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
-        self._pools = tuple(build_pool(layout, num_blocks, options.device) for layout in layouts)
+        self._pools = tuple(build_pool(layout, num_blocks, options.device, options.allocate) for layout in layouts)
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
         pages = Pages(self._pools, options.debug)
         self._ledger = LedgerV1(num_blocks, tokens_per_block, pages, options.prefix_reuse, self._events)

@@ -43,7 +43,8 @@ class ManagerV2(KVCacheManager):
         self.core = options.core
         self._num_blocks = num_blocks
         self._pools = tuple(
-            build_pool(layout, count, options.device) for layout, count in zip(layouts, slots, strict=True)
+            build_pool(layout, count, options.device, options.allocate)
+            for layout, count in zip(layouts, slots, strict=True)
         )
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
         host = build_tiers(layouts, tokens_per_block, options, self._events)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.kvcache.pool import Allocate
+
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
@@ -13,7 +15,8 @@ class CacheOptions:
     core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only. host_bytes: size of the
     host tier below the pools, 0 for none. disk_bytes, disk_dir: size and folder of the disk tier below that, 0 for
     none; the folder must belong to this worker and this model. event_capacity: how many KV events are kept for
-    readers, 0 for none.
+    readers, 0 for none. allocate: where the pools live when a transceiver needs them in memory of its own; None: plain
+    memory of `device`.
     """
 
     prefix_reuse: bool = True
@@ -24,3 +27,4 @@ class CacheOptions:
     disk_bytes: int = 0
     disk_dir: Path | None = None
     event_capacity: int = 0
+    allocate: Allocate | None = None

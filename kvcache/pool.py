@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvferry.core import AxisOrder, ConfigError, KVLayout
 from kvferry.kvcache.base import KVPool
+
+Allocate = Callable[[int], torch.Tensor]
+"""Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
 
 PAGE_NBYTES = 4096
 BLOCKS_PER_STATE = 16
@@ -57,10 +60,18 @@ def withheld_blocks(layouts: Sequence[KVLayout], nbytes: int, num_blocks: int) -
     return num_blocks - blocks
 
 
-def build_pool(layout: KVLayout, num_blocks: int, device: str) -> KVPool:
+def build_pool(layout: KVLayout, num_blocks: int, device: str, allocate: Allocate | None = None) -> KVPool:
     """A zero-filled pool: what attention masks out must be finite. Generations stay in host memory, where the
-    engine raises them without a kernel launch."""
-    buffer = _aligned_zeros(num_blocks * layout.slot_nbytes, device)
+    engine raises them without a kernel launch. allocate: None is plain memory of `device`."""
+    if allocate is not None and device != "cpu":
+        raise ConfigError(
+            f"the transceiver keeps block pools in host memory, but engine.device is {device}: set engine.device to "
+            "cpu, or another transceiver.backend",
+            field="engine.device",
+        )
+    take = allocate or (lambda nbytes: _aligned_zeros(nbytes, device))
+    take_host = allocate or (lambda nbytes: _aligned_zeros(nbytes, "cpu"))
+    buffer = take(num_blocks * layout.slot_nbytes)
     inner = (layout.kv_heads, layout.tokens_per_block)
     if layout.axis_order is AxisOrder.TOKEN_HEAD:
         inner = (layout.tokens_per_block, layout.kv_heads)
@@ -70,7 +81,7 @@ def build_pool(layout: KVLayout, num_blocks: int, device: str) -> KVPool:
         num_blocks=num_blocks,
         buffer=buffer,
         view=buffer.view(getattr(torch, layout.dtype.value)).view(shape),
-        generations=_aligned_zeros(num_blocks * 8, "cpu").view(torch.int64),
+        generations=take_host(num_blocks * 8).view(torch.int64),
     )
 
 

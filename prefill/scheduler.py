@@ -45,7 +45,7 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         return counts
 
     def _start(self, sequence: PrefillSequence) -> bool:
-        cache = self._open_cache(sequence)
+        cache = self._open_cache(sequence, self._settings.min_partial_tokens)
         if cache is None:
             return False
         sequence.attach(cache)

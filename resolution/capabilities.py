@@ -92,8 +92,13 @@ class ManagerCapability:
     implementation: str | None = None
 
 
-_PYTHON_BOTH = RuntimeCapability(PYTHON, (V1, V2), needs_finite_timeout=True)
+_IMPLEMENTATIONS = "kvferry.transceiver.builtin"
 _CPP_V1 = RuntimeCapability(CPP, (V1,))
+
+
+def _python_both(implementation: str) -> RuntimeCapability:
+    return RuntimeCapability(PYTHON, (V1, V2), needs_finite_timeout=True, implementation=implementation)
+
 
 _NIXL_INSTALL = "pip install torch nixl-cu12"
 
@@ -101,15 +106,13 @@ BUILTIN_TRANSCEIVERS = (
     TransceiverCapability(
         "NIXL",
         runtimes=(
-            RuntimeCapability(
-                PYTHON, (V1, V2), needs_finite_timeout=True, implementation="kvferry.transceiver:create_transceiver"
-            ),
+            _python_both(f"{_IMPLEMENTATIONS}:NIXL_PYTHON"),
             _CPP_V1,
         ),
         library="nixl_cu12",
         install=_NIXL_INSTALL,
     ),
-    TransceiverCapability("SHM", runtimes=(_PYTHON_BOTH, _CPP_V1)),
+    TransceiverCapability("SHM", runtimes=(_python_both(f"{_IMPLEMENTATIONS}:SHM_PYTHON"), _CPP_V1)),
     TransceiverCapability("UCX", runtimes=(_CPP_V1,), library="libucx", install="pip install libucx-cu12"),
     # Not proved on any machine yet: the C++ route is what its library offers, and V1 what that runtime drives.
     TransceiverCapability(

@@ -3,6 +3,7 @@
 from kvferry.transceiver.base import (
     Agent,
     CancelOutcome,
+    CompletedOperation,
     CopyArray,
     Direction,
     LoadResult,
@@ -10,24 +11,34 @@ from kvferry.transceiver.base import (
     OpState,
     Transceiver,
 )
-from kvferry.transceiver.factory import TRANSCEIVERS, create_transceiver
+from kvferry.transceiver.builtin import python_transceiver
+from kvferry.transceiver.factory import create_transceiver, pool_memory
 from kvferry.transceiver.handshake import IncompatiblePeerError
+from kvferry.transceiver.implementation import Implementation, RuntimeTimes, TransceiverParts, WorkerIdentity
+from kvferry.transceiver.memory import PoolMemory
 from kvferry.transceiver.service import add_transceiver_service
 from kvferry.transceiver.stats import FailureClass, TransferStats
 
 __all__ = [
-    "TRANSCEIVERS",
     "Agent",
     "CancelOutcome",
+    "CompletedOperation",
     "CopyArray",
     "Direction",
     "FailureClass",
+    "Implementation",
     "IncompatiblePeerError",
     "LoadResult",
     "OpState",
     "Operation",
+    "PoolMemory",
+    "RuntimeTimes",
     "Transceiver",
+    "TransceiverParts",
     "TransferStats",
+    "WorkerIdentity",
     "add_transceiver_service",
     "create_transceiver",
+    "pool_memory",
+    "python_transceiver",
 ]

@@ -64,6 +64,20 @@ class Operation(ABC):
     def release(self) -> None: ...
 
 
+class CompletedOperation(Operation):
+    """Of an agent whose copies are complete when `submit` returns."""
+
+    def poll(self) -> OpState:
+        return OpState.DONE
+
+    @property
+    def error(self) -> str:
+        return ""
+
+    def release(self) -> None:
+        pass
+
+
 class Agent(ABC):
     """The agent ABI. Errors of the backend surface as TransferError. Not thread-safe: one thread uses it."""
 

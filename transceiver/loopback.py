@@ -9,7 +9,7 @@ import ctypes
 from collections import deque
 
 from kvferry.core import MemRegion, TransferError
-from kvferry.transceiver.base import Agent, CopyArray, Direction, Operation, OpState
+from kvferry.transceiver.base import Agent, CompletedOperation, CopyArray, Direction, Operation
 
 
 class LoopbackFabric:
@@ -17,18 +17,6 @@ class LoopbackFabric:
 
     def __init__(self) -> None:
         self.agents: dict[str, LoopbackAgent] = {}
-
-
-class _Finished(Operation):
-    def poll(self) -> OpState:
-        return OpState.DONE
-
-    @property
-    def error(self) -> str:
-        return ""
-
-    def release(self) -> None:
-        pass
 
 
 class LoopbackAgent(Agent):
@@ -69,7 +57,7 @@ class LoopbackAgent(Agent):
         for local_addr, remote_addr, nbytes in copies.tolist():
             pair = (local_addr, remote_addr) if direction is Direction.READ else (remote_addr, local_addr)
             ctypes.memmove(*pair, nbytes)
-        return _Finished()
+        return CompletedOperation()
 
     def notify(self, peer: str, message: bytes) -> None:
         self._reach(peer)._inbox.append((self._incarnation, message))

@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kvferry.core import BlockTable, RankInfo, Resolution, Role, TokenRange, TransferError
+from kvferry.core import BlockTable, RankInfo, TokenRange, TransferError
 from kvferry.kvcache import BlockHold, KVPool
 from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult, Transceiver
 from kvferry.transceiver.control import ControlClient, ControlTarget
 from kvferry.transceiver.destination import Destination
 from kvferry.transceiver.handshake import check_peer
+from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
 from kvferry.transceiver.leases import LeasePolicy
 from kvferry.transceiver.loads import LoadTable
 from kvferry.transceiver.loop import Loop
@@ -34,35 +35,6 @@ from kvferry.transceiver.stats import FailureClass, StatsRecorder, TransferStats
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_INITIATORS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeTimes:
-    """transfer_timeout_s: one load, from call to answer. handshake_timeout_s: first contact with a peer.
-    grace_s: what the agent thread gets to fence an overdue load before it is reported in doubt.
-    first_contact_s: how long a target helps a new peer's first operations along after a handshake."""
-
-    transfer_timeout_s: float
-    lease_s: float = 30.0
-    max_lease_s: float = 300.0
-    heartbeat_s: float = 1.0
-    handshake_timeout_s: float = 5.0
-    grace_s: float = 1.0
-    first_contact_s: float = 3.0
-    after_send_s: float = 0.02
-    close_timeout_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Who this worker is to its peers. endpoint: host:port of its gRPC server."""
-
-    worker: str
-    role: Role
-    incarnation: str
-    endpoint: str
-    model_fingerprint: str
-    resolution: Resolution
 
 
 class PythonTransceiver(Transceiver, ControlTarget):

@@ -22,7 +22,7 @@ def _prompts() -> list[list[int]]:
     return [system + [rng.randrange(3, 480) for _ in range(rng.randrange(40))] for _ in range(12)]
 
 
-def _engine(model_dir: Path, core: str, host_blocks: int = 0) -> LLM:
+def _engine(model_dir: Path, core: str, host_blocks: int = 0, min_partial: int = 0) -> LLM:
     probe = LLM(model_dir, manager="V2", tokens_per_block=BLOCK_TOKENS, kv_bytes=1 << 20, threads=1)
     slot_nbytes = probe.manager.pools[0].layout.slot_nbytes
     return LLM(
@@ -34,6 +34,7 @@ def _engine(model_dir: Path, core: str, host_blocks: int = 0) -> LLM:
         tokens_per_block=BLOCK_TOKENS,
         threads=1,
         step_token_budget=64,
+        min_partial_tokens=min_partial,
         max_step_ms=1e9,  # what a step holds must not depend on how fast the last one was
     )
 
@@ -68,3 +69,16 @@ def test_requests_suspended_to_the_host_tier_are_answered_as_if_they_had_been_al
     (tier,) = llm.manager.tier_counts()
     assert tier.parked == 0
     assert tier.kept > 0
+
+
+def test_reusing_parts_of_blocks_changes_no_answer(
+    tiny_llama_dir: Path, reference: Any, assert_golden: Callable[..., int]
+) -> None:
+    model = reference.load(tiny_llama_dir)
+    cached = []
+    for min_partial in (0, 1):
+        llm = _engine(tiny_llama_dir, "cpp", min_partial=min_partial)
+        for prompt, completion in zip(_prompts(), _outputs(llm), strict=True):
+            assert_golden(model, prompt, completion.token_ids)
+        cached.append(llm.manager.statistics().reused_tokens)
+    assert cached[1] > cached[0]

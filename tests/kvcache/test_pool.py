@@ -60,3 +60,18 @@ def test_debug_fills_claimed_pages_with_nan(dtype: DType) -> None:
     assert bool(pool.view[1:3].float().isnan().all())
     assert not pool.view[0].float().any()
     assert not pool.view[3].float().any()
+
+
+def test_pools_are_built_where_they_are_told() -> None:
+    taken: list[torch.Tensor] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        taken.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return taken[-1]
+
+    pool = build_pool(LAYOUT, 7, "cpu", allocate)
+    assert [pool.region.addr, pool.generation_region.addr] == [tensor.data_ptr() for tensor in taken]
+    assert [len(tensor) for tensor in taken] == [7 * LAYOUT.slot_nbytes, 56]
+    with pytest.raises(ConfigError, match="host memory") as caught:
+        build_pool(LAYOUT, 7, "cuda:0", allocate)
+    assert caught.value.field == "engine.device"

@@ -29,9 +29,12 @@ from kvferry.kvcache import BlockHold, CacheStateError, KVPool
 from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult
 from kvferry.transceiver.control import ControlClient, ControlTarget
 from kvferry.transceiver.faulty import FaultyAgent
+from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
+from kvferry.transceiver.memory import SharedArena
 from kvferry.transceiver.nixl import NixlAgent
-from kvferry.transceiver.python_runtime import PythonTransceiver, RuntimeTimes, WorkerIdentity
+from kvferry.transceiver.python_runtime import PythonTransceiver
+from kvferry.transceiver.shm import ShmAgent
 
 T = TypeVar("T")
 
@@ -141,9 +144,10 @@ class Worker:
 class World:
     """Workers that can reach each other; all of them are closed at the end."""
 
-    def __init__(self, make_agent: Callable[[str], Agent] | None = None) -> None:
+    def __init__(self, backend: str = "loopback") -> None:
         self.fabric = LoopbackFabric()
-        self.make_agent = make_agent or (lambda incarnation: LoopbackAgent(incarnation, self.fabric))
+        self.backend = backend
+        self.arenas: list[SharedArena] = []
         self.targets: dict[str, ControlTarget] = {}
         self.workers: list[Worker] = []
 
@@ -173,13 +177,19 @@ class World:
             close_timeout_s=2.0,
         )
         incarnation = new_incarnation()
-        agent = FaultyAgent(self.make_agent(incarnation))
+        self.arenas.append(SharedArena())
+        agent = FaultyAgent(self.make_agent(incarnation, self.arenas[-1]))
         identity = WorkerIdentity(f"{role.value}-{endpoint}", role, incarnation, endpoint, fingerprint, resolution())
-        pool = make_pool(layout, blocks)
+        pool = make_pool(layout, blocks, self.arenas[-1].allocate if self.backend == "shm" else None)
         transceiver = PythonTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
         self.targets[endpoint] = transceiver
         self.workers.append(Worker(transceiver, agent, pool))
         return self.workers[-1]
+
+    def make_agent(self, incarnation: str, arena: SharedArena) -> Agent:
+        if self.backend == "nixl":
+            return NixlAgent(incarnation)
+        return ShmAgent(incarnation, arena) if self.backend == "shm" else LoopbackAgent(incarnation, self.fabric)
 
     def kill(self, worker: Worker) -> None:
         """As SIGKILL does: no goodbye, nothing answers any more."""
@@ -190,14 +200,19 @@ class World:
         for worker in self.workers:
             worker.agent.unblock()
             worker.transceiver.close()
+        for arena in self.arenas:
+            arena.close()
 
 
-def make_pool(layout: KVLayout, blocks: int) -> KVPool:
+def make_pool(layout: KVLayout, blocks: int, allocate: Callable[[int], torch.Tensor] | None = None) -> KVPool:
     """Random bytes everywhere, so that a copy to or from the wrong place cannot look right."""
-    buffer = torch.randint(0, 256, (blocks * layout.slot_nbytes,), dtype=torch.uint8)
+    take = allocate or (lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    buffer, generations = take(blocks * layout.slot_nbytes), take(8 * blocks).view(torch.int64)
+    buffer.random_(0, 256)
+    generations.copy_(torch.arange(100, 100 + blocks))
     shape = (blocks, len(layout.layers), layout.planes, layout.kv_heads, layout.tokens_per_block, layout.head_dim)
     view = buffer.view(torch.int32).view(shape)  # integers: no NaN, which differs from itself
-    return KVPool(layout, blocks, buffer, view, torch.arange(100, 100 + blocks, dtype=torch.int64))
+    return KVPool(layout, blocks, buffer, view, generations)
 
 
 def resolution(manager: str = "V2") -> Resolution:
@@ -219,10 +234,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-@pytest.fixture(params=["loopback", "nixl"])
+@pytest.fixture(params=["loopback", "nixl", "shm"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Over memory copies within the process, and over the real thing."""
-    made = World(NixlAgent if request.param == "nixl" else None)
+    """Over memory copies within the process, and over the real things."""
+    made = World(request.param)
     yield made
     made.close()
 

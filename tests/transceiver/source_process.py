@@ -1,6 +1,6 @@
 """A prefill worker's transceiver in a process of its own, driven over stdin: one JSON object per line, both ways.
 
-python source_process.py INCARNATION PORT BLOCKS LEASE_S
+python source_process.py ROUTE INCARNATION PORT BLOCKS LEASE_S
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 
 from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Source, TokenRange
 from kvferry.kvcache import BlockHold, KVPool
-from kvferry.transceiver import Transceiver, add_transceiver_service, create_transceiver
+from kvferry.transceiver import PoolMemory, Transceiver, add_transceiver_service, create_transceiver, pool_memory
 
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
-RESOLUTION = Resolution("LlamaForCausalLM", "NIXL", "PYTHON", Source.MODEL, "V2", Source.MODEL, "test")
 
 
 class Hold(BlockHold):
@@ -33,11 +32,12 @@ class Hold(BlockHold):
         pass
 
 
-def make_pool(blocks: int) -> KVPool:
-    generator = torch.Generator().manual_seed(blocks)
-    words = torch.randint(-(2**31), 2**31, (blocks * LAYOUT.slot_nbytes // 4,), dtype=torch.int32, generator=generator)
-    generations = torch.arange(7, 7 + blocks, dtype=torch.int64)
-    return KVPool(LAYOUT, blocks, words.view(torch.uint8), words, generations)
+def make_pool(blocks: int, memory: PoolMemory | None) -> KVPool:
+    take = memory.allocate if memory else lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+    buffer, generations = take(blocks * LAYOUT.slot_nbytes), take(8 * blocks).view(torch.int64)
+    buffer.random_(0, 256, generator=torch.Generator().manual_seed(blocks))
+    generations.copy_(torch.arange(7, 7 + blocks))
+    return KVPool(LAYOUT, blocks, buffer, buffer.view(torch.int32), generations)
 
 
 def answer(command: dict[str, Any], transceiver: Transceiver, pool: KVPool) -> dict[str, Any]:
@@ -58,12 +58,15 @@ def answer(command: dict[str, Any], transceiver: Transceiver, pool: KVPool) -> d
     return {"open_holds": stats.open_holds, "handed_off": stats.handed_off, "expired_leases": stats.expired_leases}
 
 
-async def main(incarnation: str, port: str, blocks: str, lease_s: str) -> None:
-    pool = make_pool(int(blocks))
+async def main(route: str, incarnation: str, port: str, blocks: str, lease_s: str) -> None:
+    backend, runtime, manager = route.split("/")
+    resolution = Resolution("LlamaForCausalLM", backend, runtime, Source.USER, manager, Source.USER, "test")
+    memory = pool_memory(resolution)
+    pool = make_pool(int(blocks), memory)
     server = grpc.aio.server()
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     transceiver = create_transceiver(
-        resolution=RESOLUTION,
+        resolution=resolution,
         worker="prefill-0",
         role=Role.PREFILL,
         incarnation=incarnation,
@@ -71,6 +74,7 @@ async def main(incarnation: str, port: str, blocks: str, lease_s: str) -> None:
         pools=[pool],
         endpoint=f"127.0.0.1:{bound}",
         transfer_timeout_ms=10_000,
+        memory=memory,
         lease_s=float(lease_s),
     )
     add_transceiver_service(server, transceiver)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,19 +14,39 @@ from kvferry.core import MemRegion, TransferError
 from kvferry.transceiver.base import Agent, CopyArray, Direction, Operation, OpState
 from kvferry.transceiver.faulty import FaultyAgent
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
+from kvferry.transceiver.memory import SharedArena
 from kvferry.transceiver.nixl import NixlAgent
+from kvferry.transceiver.shm import ShmAgent
 
 Make = Callable[[str], Agent]
 
 
-@pytest.fixture(params=["loopback", "nixl", "faulty-nixl"])
+ARENA = SharedArena()
+"""All memory of these tests: every agent must be able to use it, and SHM can use no other."""
+
+
+@pytest.fixture(params=["loopback", "nixl", "faulty-nixl", "shm", "third-party"])
 def make(request: pytest.FixtureRequest) -> Make:
     fabric = LoopbackFabric()
     return {
         "loopback": lambda name: LoopbackAgent(name, fabric),
         "nixl": lambda name: NixlAgent(name),
         "faulty-nixl": lambda name: FaultyAgent(NixlAgent(name)),
+        "shm": lambda name: ShmAgent(name, ARENA),
+        "third-party": third_party,
     }[request.param]
+
+
+def third_party(name: str) -> Agent:
+    """The worked example of the manual: it must keep the contract like any other."""
+    path = Path(__file__).parents[1] / "support" / "vmread" / "kvferry_vmread.py"
+    agent: Agent = runpy.run_path(str(path))["VmReadAgent"](name)
+    return agent
+
+
+def memory(nbytes: int) -> np.ndarray:
+    array: np.ndarray = ARENA.allocate(nbytes).numpy()
+    return array
 
 
 class Bench:
@@ -32,8 +54,8 @@ class Bench:
 
     def __init__(self, make: Make) -> None:
         self.near, self.far = make("near"), make("far")
-        self.local = np.zeros(4096, dtype=np.uint8)
-        self.remote = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+        self.local, self.remote = memory(4096), memory(4096)
+        self.remote[:] = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
         self.near.register(region(self.local))
         self.far.register(region(self.remote))
         self.near.load_peer("far", self.far.metadata())
@@ -113,7 +135,7 @@ def test_notifications_arrive_once_each_with_their_sender(bench: Bench) -> None:
 
 
 def test_unregistered_memory_is_refused_on_both_sides(bench: Bench) -> None:
-    other = np.zeros(64, dtype=np.uint8)
+    other = memory(64)
     strange = np.asarray([[other.ctypes.data, bench.remote.ctypes.data, 64]], dtype=np.uint64)
     with pytest.raises(TransferError):
         bench.near.submit(Direction.READ, "far", strange)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvferry.core import ConfigError, Resolution, Role
-from kvferry.transceiver import TRANSCEIVERS, create_transceiver
+from kvferry.transceiver import create_transceiver, pool_memory
+from kvferry.transceiver.memory import SharedArena
 
 
 def arguments(resolution: Resolution, **changes: Any) -> dict[str, Any]:
@@ -23,8 +24,21 @@ def arguments(resolution: Resolution, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_nixl_python_is_built() -> None:
-    assert "NIXL/PYTHON" in TRANSCEIVERS
+@pytest.mark.parametrize(("backend", "memory"), [("NIXL", type(None)), ("SHM", SharedArena)])
+def test_where_pools_must_live(resolved: Resolution, backend: str, memory: type) -> None:
+    made = pool_memory(replace(resolved, backend=backend))
+    assert type(made) is memory
+
+
+def test_without_a_transceiver_pools_live_anywhere(resolved: Resolution) -> None:
+    assert pool_memory(replace(resolved, backend="NONE", runtime=None)) is None
+
+
+def test_shm_refuses_pools_that_peers_cannot_map(resolved: Resolution) -> None:
+    wanted = replace(resolved, backend="SHM")
+    with pytest.raises(ConfigError, match="block pools in shared memory") as caught:
+        create_transceiver(**arguments(wanted))
+    assert caught.value.field == "transceiver.backend"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +46,7 @@ def test_nixl_python_is_built() -> None:
     [
         ("NIXL", "CPP", "transceiver.runtime"),
         ("UCX", "CPP", "transceiver.backend"),
-        ("SHM", "PYTHON", "transceiver.backend"),
+        ("SHM", "CPP", "transceiver.runtime"),
         ("MOONCAKE", "PYTHON", "transceiver.backend"),
     ],
 )
@@ -41,7 +55,7 @@ def test_what_is_not_built_is_refused_by_name(resolved: Resolution, backend: str
     with pytest.raises(ConfigError, match=f"transceiver {backend}/{runtime} is not built in this version") as caught:
         create_transceiver(**arguments(wanted))
     assert caught.value.field == field
-    assert "available: NIXL/PYTHON" in caught.value.message
+    assert "built: NIXL/PYTHON" in caught.value.message
 
 
 @pytest.mark.parametrize(("name", "value"), [("transfer_timeout_ms", 0), ("transfer_timeout_ms", -5), ("lease_s", 0.0)])

@@ -1,8 +1,9 @@
-"""KV between two real processes over NIXL, and what happens when one of them dies, stops or comes back."""
+"""KV between two real processes over every route, and what happens when one of them dies, stops or comes back."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,23 +18,36 @@ import torch
 
 from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Source, TokenRange, TransferError
 from kvferry.kvcache import BlockHold, KVPool
-from kvferry.transceiver import LoadResult, Transceiver, create_transceiver
+from kvferry.resolution import default_catalog
+from kvferry.transceiver import LoadResult, Transceiver, create_transceiver, pool_memory
 
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
-RESOLUTION = Resolution("LlamaForCausalLM", "NIXL", "PYTHON", Source.MODEL, "V2", Source.MODEL, "test")
+NIXL = "NIXL/PYTHON/V2"
+SHM = "SHM/PYTHON/V2"
+VMREAD = "VMREAD/PYTHON/V2"
+PAIRS = [(NIXL, NIXL), (SHM, SHM), (VMREAD, VMREAD)]
+"""(source, destination), each backend/runtime/manager."""
 DIGEST = bytes(range(32))
 BLOCKS = 64
+THIRD_PARTY = Path(__file__).parents[1] / "support" / "vmread"
 
 
 class SourceProcess:
     """The other process. Every answer is waited for with a bound by pytest's own timeout."""
 
-    def __init__(self, incarnation: str, port: int = 0, blocks: int = BLOCKS, lease_s: float = 30.0) -> None:
+    def __init__(
+        self, incarnation: str, port: int = 0, blocks: int = BLOCKS, lease_s: float = 30.0, route: str = NIXL
+    ) -> None:
         script = Path(__file__).with_name("source_process.py")
-        arguments = [incarnation, str(port), str(blocks), str(lease_s)]
+        arguments = [route, incarnation, str(port), str(blocks), str(lease_s)]
         self.process = subprocess.Popen(
-            [sys.executable, str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(THIRD_PARTY)},
         )
+        self.route = route
         self.port: int = self._read()["port"]
 
     @property
@@ -85,12 +99,15 @@ class SourceProcess:
 class Destination:
     """This process's side."""
 
-    def __init__(self, transfer_timeout_ms: int = 10_000, blocks: int = BLOCKS) -> None:
-        words = torch.zeros(blocks * LAYOUT.slot_nbytes // 4, dtype=torch.int32)
-        generations = torch.zeros(blocks, dtype=torch.int64)
-        self.pool = KVPool(LAYOUT, blocks, words.view(torch.uint8), words, generations)
+    def __init__(self, transfer_timeout_ms: int = 10_000, blocks: int = BLOCKS, route: str = NIXL) -> None:
+        backend, runtime, manager = route.split("/")
+        resolution = Resolution("LlamaForCausalLM", backend, runtime, Source.USER, manager, Source.USER, "test")
+        self.memory = pool_memory(resolution)
+        take = self.memory.allocate if self.memory else lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+        buffer, generations = take(blocks * LAYOUT.slot_nbytes), take(8 * blocks).view(torch.int64)
+        self.pool = KVPool(LAYOUT, blocks, buffer, buffer.view(torch.int32), generations)
         self.transceiver: Transceiver = create_transceiver(
-            resolution=RESOLUTION,
+            resolution=resolution,
             worker="decode-0",
             role=Role.DECODE,
             incarnation="decode-life-1",
@@ -98,6 +115,7 @@ class Destination:
             pools=[self.pool],
             endpoint="127.0.0.1:1",
             transfer_timeout_ms=transfer_timeout_ms,
+            memory=self.memory,
         )
 
     def start(self, handle: bytes, ids: list[int], tokens: TokenRange) -> tuple[threading.Event, list[LoadResult]]:
@@ -115,23 +133,37 @@ class Destination:
         assert done.wait(30), "the load never ended"
         return results[0]
 
+    def close(self) -> None:
+        self.transceiver.close()
+        if self.memory is not None:
+            self.memory.close()
+
     def bytes_of(self, ids: list[int]) -> bytes:
         rows: bytes = self.pool.buffer.view(self.pool.num_blocks, -1)[ids].numpy().tobytes()
         return rows
 
 
+@pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
+def routes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """(source's, destination's); the third party's distribution is on the path."""
+    monkeypatch.syspath_prepend(THIRD_PARTY)
+    default_catalog.cache_clear()
+    yield request.param
+    default_catalog.cache_clear()
+
+
 @pytest.fixture
-def source() -> Iterator[SourceProcess]:
-    process = SourceProcess("prefill-life-1")
+def source(routes: tuple[str, str]) -> Iterator[SourceProcess]:
+    process = SourceProcess("prefill-life-1", route=routes[0])
     yield process
     process.close()
 
 
 @pytest.fixture
-def destination() -> Iterator[Destination]:
-    made = Destination()
+def destination(routes: tuple[str, str]) -> Iterator[Destination]:
+    made = Destination(route=routes[1])
     yield made
-    made.transceiver.close()
+    made.close()
 
 
 def test_every_byte_arrives(source: SourceProcess, destination: Destination) -> None:
@@ -171,9 +203,10 @@ def test_killed_before_the_load(source: SourceProcess, destination: Destination)
     assert result.in_doubt is False
 
 
-def test_killed_during_the_load() -> None:
+def test_killed_during_the_load(routes: tuple[str, str]) -> None:
     blocks = 8192  # 134 MB: long enough to be hit, and if it is not, every byte must be there
-    source, destination = SourceProcess("prefill-life-1", blocks=blocks), Destination(blocks=blocks)
+    source = SourceProcess("prefill-life-1", blocks=blocks, route=routes[0])
+    destination = Destination(blocks=blocks, route=routes[1])
     try:
         destination.transceiver.connect(source.endpoint)
         handle = source.advertise(list(range(blocks)), blocks * 16)
@@ -185,14 +218,14 @@ def test_killed_during_the_load() -> None:
         assert results[0].error is not None or destination.bytes_of([0, blocks - 1]) == reference
     finally:
         source.close()
-        destination.transceiver.close()
+        destination.close()
 
 
 def test_restarted_on_the_same_port(source: SourceProcess, destination: Destination) -> None:
     stale = source.advertise([3], 16)
     assert destination.load(source.advertise([4], 16), [0], TokenRange(0, 16)).error is None
     source.close()
-    reborn = SourceProcess("prefill-life-2", port=source.port)
+    reborn = SourceProcess("prefill-life-2", port=source.port, route=source.route)
     try:
         assert destination.load(stale, [1], TokenRange(0, 16)).error is not None
         deadline_s = time.monotonic() + 10
@@ -235,13 +268,29 @@ def test_a_stopped_source_over_tcp_never_writes_late(
         assert not destination.pool.buffer.any()
     finally:
         source.close()
-        destination.transceiver.close()
+        destination.close()
 
 
-def test_a_lost_reader_costs_the_source_a_lease_at_most() -> None:
-    source = SourceProcess("prefill-life-1", lease_s=0.5)
+def test_a_lost_reader_costs_the_source_a_lease_at_most(routes: tuple[str, str]) -> None:
+    source = SourceProcess("prefill-life-1", lease_s=0.5, route=routes[0])
     try:
         source.advertise([3], 16)
         source.wait_for(open_holds=0, expired_leases=1)
     finally:
         source.close()
+
+
+def test_a_stopped_source_is_read_all_the_same_over_shared_memory() -> None:
+    """One-sided in earnest: its process need not run."""
+    source, destination = SourceProcess("prefill-life-1", route=SHM), Destination(route=SHM)
+    try:
+        destination.transceiver.connect(source.endpoint)
+        handle, expected = source.advertise([3, 4], 32), source.bytes_of([3, 4])
+        source.signal(signal.SIGSTOP)
+        assert destination.load(handle, [0, 1], TokenRange(0, 32)).error is None
+        assert destination.bytes_of([0, 1]) == expected
+        source.signal(signal.SIGCONT)
+        source.wait_for(open_holds=0, handed_off=1)
+    finally:
+        source.close()
+        destination.close()

@@ -1,0 +1,46 @@
+"""The implementations of this package, as `kvferry.resolution.capabilities` names them. Each loads its library only
+when it is built."""
+
+from __future__ import annotations
+
+from kvferry.core import ConfigError
+from kvferry.transceiver.base import Agent, Transceiver
+from kvferry.transceiver.control_client import GrpcControlClient
+from kvferry.transceiver.implementation import Implementation, TransceiverParts
+from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.python_runtime import PythonTransceiver
+
+
+def python_transceiver(agent: Agent, parts: TransceiverParts) -> Transceiver:
+    """The PYTHON runtime over any agent, which it takes over."""
+    return PythonTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
+
+
+def _nixl_python(parts: TransceiverParts) -> Transceiver:
+    from kvferry.transceiver.nixl import NixlAgent
+
+    return python_transceiver(NixlAgent(parts.identity.incarnation), parts)
+
+
+def _shm_python(parts: TransceiverParts) -> Transceiver:
+    from kvferry.transceiver.shm import ShmAgent
+
+    return python_transceiver(ShmAgent(parts.identity.incarnation, _arena(parts)), parts)
+
+
+def _arena(parts: TransceiverParts) -> SharedArena:
+    """The memory of the pools, which peers map."""
+    arena = parts.memory
+    inside = isinstance(arena, SharedArena) and all(
+        arena.segment_of(region) for pool in parts.pools for region in (pool.region, pool.generation_region)
+    )
+    if not isinstance(arena, SharedArena) or not inside:
+        raise ConfigError(
+            "backend SHM needs block pools in shared memory: allocate them from pool_memory(resolution)",
+            field="transceiver.backend",
+        )
+    return arena
+
+
+NIXL_PYTHON = Implementation(_nixl_python)
+SHM_PYTHON = Implementation(_shm_python, memory=SharedArena)

@@ -1,0 +1,64 @@
+"""What a transceiver declares as its implementation: how to build it, and where pools must live for it.
+
+A `RuntimeCapability.implementation` is the lazy path of an `Implementation`, for kvferry's own transceivers and for
+third parties' alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.core import Resolution, Role
+from kvferry.kvcache import KVPool
+from kvferry.transceiver.base import Transceiver
+from kvferry.transceiver.memory import PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeTimes:
+    """transfer_timeout_s: one load, from call to answer. handshake_timeout_s: first contact with a peer.
+    grace_s: what the agent thread gets to fence an overdue load before it is reported in doubt.
+    first_contact_s: how long a target helps a new peer's first operations along after a handshake."""
+
+    transfer_timeout_s: float
+    lease_s: float = 30.0
+    max_lease_s: float = 300.0
+    heartbeat_s: float = 1.0
+    handshake_timeout_s: float = 5.0
+    grace_s: float = 1.0
+    first_contact_s: float = 3.0
+    after_send_s: float = 0.02
+    close_timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this worker is to its peers. endpoint: host:port of its gRPC server."""
+
+    worker: str
+    role: Role
+    incarnation: str
+    endpoint: str
+    model_fingerprint: str
+    resolution: Resolution
+
+
+@dataclass(frozen=True, slots=True)
+class TransceiverParts:
+    """Everything a transceiver is built from. `pools` are in `memory` when the implementation asked for one, and
+    outlive the transceiver."""
+
+    identity: WorkerIdentity
+    pools: Sequence[KVPool]
+    times: RuntimeTimes
+    memory: PoolMemory | None
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """build: a running transceiver; raises ConfigError naming the setting at fault. memory: makes what pools are
+    allocated from; None when any host memory will do."""
+
+    build: Callable[[TransceiverParts], Transceiver]
+    memory: Callable[[], PoolMemory] | None = None
