@@ -274,6 +274,18 @@ def test_lower_priority_is_evicted_first(make_manager: MakeManager, serve: Serve
     assert [manager.match("", [n] * 8) for n in (1, 2, 3)] == [8, 0, 0]
 
 
+def test_publishing_what_is_there_already_raises_its_priority(make_manager: MakeManager, serve: Serve) -> None:
+    manager = make_manager(8)
+    first = serve(manager, [1] * 8)
+    serve(manager, [1] * 8, reuse=0, priority=1).close()
+    first.close()
+    serve(manager, [2] * 8).close()
+    taker = manager.open("", [9], max_reuse=0)
+    taker.reserve(24)
+    assert [manager.match("", [n] * 8) for n in (1, 2)] == [8, 0]
+    manager.check_integrity()
+
+
 def test_reuse_can_be_switched_off(make_manager: MakeManager, serve: Serve) -> None:
     manager = make_manager(8, window=6, reuse=False)
     cache = serve(manager, PROMPT)
