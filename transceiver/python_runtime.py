@@ -40,7 +40,8 @@ _REMEMBERED_INITIATORS = 1024
 class RuntimeTimes:
     """transfer_timeout_s: one load, from call to answer. handshake_timeout_s: first contact with a peer.
     grace_s: what the agent thread gets to fence an overdue load before it is reported in doubt.
-    first_contact_s: how long a target helps a new peer's first operations along after a handshake."""
+    first_contact_s: how long a target helps a new peer's first operations along after a handshake.
+    reader_help_s: the same for the reader of a hand-off that was given up."""
 
     transfer_timeout_s: float
     lease_s: float = 30.0
@@ -49,6 +50,7 @@ class RuntimeTimes:
     handshake_timeout_s: float = 5.0
     grace_s: float = 1.0
     first_contact_s: float = 3.0
+    reader_help_s: float = 0.5
     after_send_s: float = 0.02
     close_timeout_s: float = 5.0
 
@@ -131,7 +133,7 @@ class PythonTransceiver(Transceiver, ControlTarget):
         return data
 
     def withdraw(self, handle: bytes) -> CancelOutcome:
-        return self._source.withdraw(handle)
+        return self._help_reader(self._source.withdraw(handle))
 
     def load(
         self,
@@ -207,10 +209,20 @@ class PythonTransceiver(Transceiver, ControlTarget):
         return self._local
 
     def answer_heartbeat(self, incarnation: str, transfer_ids: Sequence[int]) -> list[int]:
-        return self._source.heartbeat(transfer_ids)
+        unknown = self._source.heartbeat(transfer_ids)
+        if unknown:
+            self._attend(self._times.reader_help_s)
+        return unknown
 
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome:
-        return self._source.cancel(transfer_id, nonce)
+        return self._help_reader(self._source.cancel(transfer_id, nonce))
+
+    def _help_reader(self, outcome: CancelOutcome) -> CancelOutcome:
+        """A read in progress may need our agent to end, and its pages are not free before: we stay awake a little.
+        Should that not do, the reader's heartbeats, about a transfer we do not know any more, wake us again."""
+        if outcome is CancelOutcome.IN_FLIGHT:
+            self._attend(self._times.reader_help_s)
+        return outcome
 
     # -- agent thread -------------------------------------------------------------------------------------
 
