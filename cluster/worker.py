@@ -93,9 +93,9 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)])
     host = _own_address() if spec.host == "auto" else spec.host
     try:
-        port = server.add_insecure_port(f"{host}:0")
+        port = server.add_insecure_port(f"{host}:{spec.port}")
     except RuntimeError as error:
-        raise ConfigError(f"worker {spec.name} cannot bind {host}: {error}", field="worker_host") from None
+        raise ConfigError(f"worker {spec.name} cannot bind {host}:{spec.port}: {error}", field="worker_host") from None
     endpoint = f"{host}:{port}"
     incarnation = new_incarnation()
     transceiver = _transceiver(loaded, endpoint, incarnation)

@@ -103,7 +103,7 @@ class PythonTransceiver(Transceiver, ControlTarget):
         return data
 
     def withdraw(self, handle: bytes) -> CancelOutcome:
-        return self._source.withdraw(handle)
+        return self._help_reader(self._source.withdraw(handle))
 
     def load(
         self,
@@ -179,10 +179,20 @@ class PythonTransceiver(Transceiver, ControlTarget):
         return self._local
 
     def answer_heartbeat(self, incarnation: str, transfer_ids: Sequence[int]) -> list[int]:
-        return self._source.heartbeat(transfer_ids)
+        unknown = self._source.heartbeat(transfer_ids)
+        if unknown:
+            self._attend(self._times.reader_help_s)
+        return unknown
 
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome:
-        return self._source.cancel(transfer_id, nonce)
+        return self._help_reader(self._source.cancel(transfer_id, nonce))
+
+    def _help_reader(self, outcome: CancelOutcome) -> CancelOutcome:
+        """A read in progress may need our agent to end, and its pages are not free before: we stay awake a little.
+        Should that not do, the reader's heartbeats, about a transfer we do not know any more, wake us again."""
+        if outcome is CancelOutcome.IN_FLIGHT:
+            self._attend(self._times.reader_help_s)
+        return outcome
 
     # -- agent thread -------------------------------------------------------------------------------------
 

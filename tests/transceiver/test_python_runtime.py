@@ -222,14 +222,13 @@ class TestClose:
         second, _ = prefill.advertise([6], 4)
         decode.transceiver.load(first, b"d" * 32, (BlockTable((3,), ()),), TokenRange(0, 4), broken)
         assert decode.load(second, [4], TokenRange(0, 4)).wait().error is None
-        eventually(lambda: decode.transceiver.stats().callback_errors == 1)
+        eventually(lambda: decode.transceiver.stats().callback_errors == 1)  # either may end first
         assert "broken callback" in caplog.text
 
 
-def test_nothing_is_polled_while_nothing_is_open(
-    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    prefill, decode = pair
+@pytest.fixture
+def polls(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each side has looked for notifications."""
     polls = dict.fromkeys(("prefill", "decode"), 0)
 
     def count(name: str, worker: Any) -> None:
@@ -241,8 +240,15 @@ def test_nothing_is_polled_while_nothing_is_open(
 
         monkeypatch.setattr(worker.agent, "drain_notifications", counted)
 
-    count("prefill", prefill)
-    count("decode", decode)
+    for name, worker in zip(polls, pair, strict=True):
+        count(name, worker)
+    return polls
+
+
+def test_nothing_is_polled_while_nothing_is_open(
+    pair: tuple[Any, Any], polls: dict[str, int], eventually: Eventually
+) -> None:
+    prefill, decode = pair
     handle, hold = prefill.advertise([5], 4)
     eventually(lambda: polls["prefill"] > 3)  # a handle is out: its reader may have something to say
     assert decode.load(handle, [3], TokenRange(0, 4)).wait().error is None
@@ -253,6 +259,24 @@ def test_nothing_is_polled_while_nothing_is_open(
     before = dict(polls)
     threading.Event().wait(0.3)
     assert polls == before
+
+
+def test_a_source_helps_the_reader_of_what_it_has_given_up(
+    pair: tuple[Any, Any], polls: dict[str, int], eventually: Eventually
+) -> None:
+    """A read in progress may need the source's agent to end, and asks for it with every heartbeat until it has."""
+    prefill, _ = pair
+    handle, _ = prefill.advertise([5], 4)
+    eventually(lambda: polls["prefill"] > 0)
+    assert prefill.transceiver.withdraw(handle) is CancelOutcome.IN_FLIGHT
+    for _ in range(2):
+        before = polls["prefill"]
+        eventually(lambda before=before: polls["prefill"] > before + 5)  # type: ignore[misc]
+        threading.Event().wait(0.7)
+        before = polls["prefill"]
+        threading.Event().wait(0.2)
+        assert polls["prefill"] == before  # and then sleeps again
+        assert prefill.transceiver.answer_heartbeat("d", [4711]) == [4711]
 
 
 def test_different_block_sizes(world: Any) -> None:
