@@ -124,12 +124,6 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
 def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:
     if loaded.resolution.runtime is None:
         return None
-    timeout_ms = loaded.spec.config.transceiver.transfer_timeout_ms
-    if timeout_ms is None:
-        raise ConfigError(
-            f"transceiver {loaded.resolution.transceiver} needs a finite transfer_timeout_ms",
-            field="transceiver.transfer_timeout_ms",
-        )
     return create_transceiver(
         resolution=loaded.resolution,
         worker=loaded.spec.name,
@@ -138,7 +132,7 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Trans
         model_fingerprint=loaded.fingerprint,
         pools=loaded.manager.pools,
         endpoint=endpoint,
-        transfer_timeout_ms=timeout_ms,
+        transfer_timeout_ms=loaded.spec.config.transceiver.transfer_timeout_ms,
         memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
     )

@@ -17,7 +17,8 @@ from kvferry.transceiver.memory import PoolMemory
 
 @dataclass(frozen=True, slots=True)
 class RuntimeTimes:
-    """transfer_timeout_s: one load, from call to answer. handshake_timeout_s: first contact with a peer.
+    """transfer_timeout_s: one load, from call to answer (inf: its lease decides).
+    handshake_timeout_s: first contact with a peer.
     grace_s: what the agent thread gets to fence an overdue load before it is reported in doubt.
     first_contact_s: how long a target helps a new peer's first operations along after a handshake.
     reader_help_s: the same for the reader of a hand-off that was given up."""
