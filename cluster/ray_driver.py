@@ -17,11 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvferry.cluster.actors import ActorLog
 from kvferry.cluster.log_setup import log_path
 from kvferry.cluster.processes import CLUSTER_VARIABLE, check_reachable
-from kvferry.cluster.roles import WorkerSpec
+from kvferry.cluster.roles import WorkerSpec, router_settings
 from kvferry.cluster.state_file import ClusterState
 from kvferry.cluster.worker_actor import RouterActor, WorkerActor
 from kvferry.core import ConfigError, UnavailableError
-from kvferry.router import RouterSettings
 
 if TYPE_CHECKING:
     from kvferry.cluster.launch import Blueprint, Say
@@ -50,21 +49,12 @@ def connected(state: ClusterState) -> Iterator[None]:
 
 def start_router(blueprint: Blueprint, logs: Path, timeout_s: float) -> dict[str, Any]:
     config = blueprint.config
-    settings = RouterSettings(
-        model_name=blueprint.model_name,
-        model_dir=blueprint.model_dir,
-        limits=blueprint.limits,
-        host=config.host,
+    settings = router_settings(
+        config,
+        blueprint.model_dir,
+        blueprint.limits,
         grpc_port=blueprint.grpc_port,
         http_port=blueprint.http_port,
-        prefill_policy=config.router.prefill_policy,
-        decode_policy=config.router.decode_policy,
-        max_running=config.router.max_running,
-        max_queued=config.router.max_queued,
-        worker_wait_s=config.router.worker_wait_s,
-        retry_budget=config.router.retries,
-        queue_timeout_s=config.router.queue_timeout_s,
-        request_timeout_s=config.router.request_timeout_s,
     )
     # On this node: its address is what clients are told.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -21,13 +21,17 @@ from kvferry.resolution import (
     read_config,
     resolve,
 )
+from kvferry.router import RouterSettings
 
 _BACKEND_VARIABLES = "KVFERRY_USE_"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All that a worker process needs to know. Picklable: it travels to the worker once, at its start."""
+    """All that a worker process needs to know. Picklable: it travels to the worker once, at its start.
+
+    port: of its gRPC server on `host`; 0: any free one.
+    """
 
     name: str
     role: Role
@@ -41,6 +45,7 @@ class WorkerSpec:
     log_level: str
     cluster_id: str
     environ: tuple[tuple[str, str], ...] = ()
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,28 @@ def model_limits(model_config: Mapping[str, Any], max_context_tokens: int | None
             field="engine.max_context_tokens",
         )
     return ModelLimits(sizes["vocab_size"], max_context_tokens or most)
+
+
+def router_settings(
+    config: ClusterConfig, model_dir: Path, limits: ModelLimits, *, grpc_port: int, http_port: int
+) -> RouterSettings:
+    """What the router of this configuration is told. Raises ConfigError."""
+    return RouterSettings(
+        model_name=config.served_model_name or config.model,
+        model_dir=model_dir,
+        limits=limits,
+        host=config.host,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        prefill_policy=config.router.prefill_policy,
+        decode_policy=config.router.decode_policy,
+        max_running=config.router.max_running,
+        max_queued=config.router.max_queued,
+        worker_wait_s=config.router.worker_wait_s,
+        retry_budget=config.router.retries,
+        queue_timeout_s=config.router.queue_timeout_s,
+        request_timeout_s=config.router.request_timeout_s,
+    )
 
 
 def threads_per_worker(config: WorkerConfig, workers: int, cores: int | None = None) -> int:

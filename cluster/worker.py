@@ -99,9 +99,9 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)])
     host = _own_address() if spec.host == "auto" else spec.host
     try:
-        port = server.add_insecure_port(f"{host}:0")
+        port = server.add_insecure_port(f"{host}:{spec.port}")
     except RuntimeError as error:
-        raise ConfigError(f"worker {spec.name} cannot bind {host}: {error}", field="worker_host") from None
+        raise ConfigError(f"worker {spec.name} cannot bind {host}:{spec.port}: {error}", field="worker_host") from None
     endpoint = f"{host}:{port}"
     incarnation = new_incarnation()
     transceiver = _transceiver(loaded, endpoint, incarnation)
@@ -131,12 +131,6 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
 def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:
     if loaded.resolution.runtime is None:
         return None
-    timeout_ms = loaded.spec.config.transceiver.transfer_timeout_ms
-    if timeout_ms is None:
-        raise ConfigError(
-            f"transceiver {loaded.resolution.transceiver} needs a finite transfer_timeout_ms",
-            field="transceiver.transfer_timeout_ms",
-        )
     return create_transceiver(
         resolution=loaded.resolution,
         worker=loaded.spec.name,
@@ -145,7 +139,7 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Trans
         model_fingerprint=loaded.fingerprint,
         pools=loaded.manager.pools,
         endpoint=endpoint,
-        transfer_timeout_ms=timeout_ms,
+        transfer_timeout_ms=loaded.spec.config.transceiver.transfer_timeout_ms,
         memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
     )

@@ -112,11 +112,14 @@ class StatusSource:
 
     async def _engine_state(self) -> HostState:
         """The engine's answer, or its last one while it is busy; only the very first is waited for."""
-        if self._asked is None:
-            self._asked = asyncio.ensure_future(self._worker.state())
-        done, _ = await asyncio.wait({self._asked}, timeout=ENGINE_ANSWER_S if self._last else None)
-        if done:
-            self._last, self._asked = self._asked.result(), None
+        asked = self._asked
+        if asked is None:
+            asked = self._asked = asyncio.ensure_future(self._worker.state())
+        await asyncio.wait({asked}, timeout=ENGINE_ANSWER_S if self._last else None)
+        if asked.done():
+            self._last = asked.result()
+            if self._asked is asked:  # others may have asked and been answered at the same time
+                self._asked = None
         assert self._last is not None
         return self._last
 

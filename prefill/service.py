@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,9 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
     ) -> bytes:
         return self._transceiver.advertise(hold, tokens, tokens_digest, lambda: self._host.thread.post(released))
 
+    def withdraw(self, handle: bytes) -> CancelOutcome:
+        return self._transceiver.withdraw(handle)
+
     # -- kvferry.v1.Prefill (loop) ----------------------------------------------------------------------
 
     async def Run(  # noqa: N802 - the name of the RPC
@@ -76,10 +80,17 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
     async def _run(self, wire: worker_pb2.WorkerRequest) -> PrefillResult:
         leg = Lifecycle(PrefillLeg.QUEUED, PREFILL_TRANSITIONS)
         sequence = Sequence(codec.request_from_wire(wire), leg, self._runner.limits, self._tokenizer)
-        async with self._host.run(sequence, lambda: self._scheduler.add(sequence)) as events:
-            result = await events.get()
-            assert isinstance(result, PrefillResult)
-            return result
+        try:
+            async with self._host.run(sequence, lambda: self._scheduler.add(sequence)) as events:
+                result = await events.get()
+                assert isinstance(result, PrefillResult)
+                return result
+        except asyncio.CancelledError:
+            self._abandon(wire.request_id)  # it may have been answered meanwhile
+            raise
+
+    def _abandon(self, request_id: str) -> None:
+        self._host.thread.post(lambda: self._scheduler.abandon(request_id))
 
     async def Release(  # noqa: N802 - the name of the RPC
         self, wire: worker_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -89,3 +100,9 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
         except Exception as error:
             await abort(context, error, "release")
         return worker_pb2.ReleaseReply(found=outcome is not CancelOutcome.NOT_FOUND)
+
+    async def Abandon(  # noqa: N802 - the name of the RPC
+        self, wire: worker_pb2.AbandonRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.AbandonReply:
+        self._abandon(wire.request_id)
+        return worker_pb2.AbandonReply()

@@ -107,12 +107,18 @@ BUILTIN_TRANSCEIVERS = (
         "NIXL",
         runtimes=(
             _python_both(f"{_IMPLEMENTATIONS}:NIXL_PYTHON"),
-            _CPP_V1,
+            RuntimeCapability(CPP, (V1,), implementation=f"{_IMPLEMENTATIONS}:NIXL_CPP"),
         ),
         library="nixl_cu12",
         install=_NIXL_INSTALL,
     ),
-    TransceiverCapability("SHM", runtimes=(_python_both(f"{_IMPLEMENTATIONS}:SHM_PYTHON"), _CPP_V1)),
+    TransceiverCapability(
+        "SHM",
+        runtimes=(
+            _python_both(f"{_IMPLEMENTATIONS}:SHM_PYTHON"),
+            RuntimeCapability(CPP, (V1,), implementation=f"{_IMPLEMENTATIONS}:SHM_CPP"),
+        ),
+    ),
     TransceiverCapability("UCX", runtimes=(_CPP_V1,), library="libucx", install="pip install libucx-cu12"),
     # Not proved on any machine yet: the C++ route is what its library offers, and V1 what that runtime drives.
     TransceiverCapability(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from kvferry.core import KVFerryError, OutputDelta, RequestState, Role
 from kvferry.router.admission import Gate
@@ -80,13 +81,21 @@ class Legs:
                     yield update
         finally:
             if progress.lifecycle.state is RequestState.TRANSFERRING:
-                self._release_later(progress, lease, result.handle)
+                release = self._clients.release(lease, result.handle, _RELEASE_TIMEOUT_S)
+                self._later(lease, progress.job.request_id, release)
 
     async def _prefilled(self, progress: Progress, lease: Lease) -> PrefillResult:
         wait_s = min(self._queue_timeout_s, progress.job.deadline.left_s())
         async with self._prefill_gate.place(wait_s):
             self._ledger.moved(progress, RequestState.PREFILLING)
-            return await self._clients.prefill(lease, progress.worker_request())
+            request = progress.worker_request()
+            try:
+                return await self._clients.prefill(lease, request)
+            except BaseException:
+                # Its answer may have crossed with our leaving: the worker would keep the cache for nobody.
+                abandon = self._clients.abandon(lease, request.request_id, _RELEASE_TIMEOUT_S)
+                self._later(lease, request.request_id, abandon)
+                raise
 
     def _count_first(self, progress: Progress, lease: Lease, result: PrefillResult) -> Update:
         aux = result.aux
@@ -139,17 +148,18 @@ class Legs:
             progress.timings = replace(progress.timings, transfer_ms=times.transfer_ms, decode_ms=times.decode_ms)
         return progress.last(update, delta.finish_reason, now)
 
-    def _release_later(self, progress: Progress, lease: Lease, handle: bytes) -> None:
+    def _later(self, lease: Lease, request_id: str, giving_up: Coroutine[Any, Any, object]) -> None:
         """In the background: whoever cancelled us must not wait, nor be able to cancel this too."""
         if lease.lost_reason is not None:
+            giving_up.close()
             return
-        task = asyncio.get_running_loop().create_task(self._release(progress.job.request_id, lease, handle))
+        task = asyncio.get_running_loop().create_task(self._give_up(request_id, lease, giving_up))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _release(self, request_id: str, lease: Lease, handle: bytes) -> None:
+    async def _give_up(self, request_id: str, lease: Lease, giving_up: Coroutine[Any, Any, object]) -> None:
         try:
-            await self._clients.release(lease, handle, _RELEASE_TIMEOUT_S)
+            await giving_up
         except (LegError, KVFerryError) as error:
             logger.warning(
                 "request %s: %s keeps the hand-off until its lease ends: %s", request_id, lease.worker, error

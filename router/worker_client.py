@@ -100,6 +100,12 @@ class WorkerClients:
             reply = await stub.Release(worker_pb2.ReleaseRequest(handle=handle), timeout=timeout_s)
             return bool(reply.found)
 
+    async def abandon(self, lease: Lease, request_id: str, timeout_s: float) -> None:
+        """Ends all there is of a request whose prefill was not answered, as far as we know."""
+        stub = worker_pb2_grpc.PrefillStub(self._channel(lease))
+        with _translated(lease):
+            await stub.Abandon(worker_pb2.AbandonRequest(request_id=request_id), timeout=timeout_s)
+
     async def drain(self, lease: Lease, timeout_s: float) -> str:
         """Tells the worker to take no more work; its state afterwards."""
         stub = worker_pb2_grpc.WorkerStub(self._channel(lease))

@@ -28,6 +28,24 @@ def _shm_python(parts: TransceiverParts) -> Transceiver:
     return python_transceiver(ShmAgent(parts.identity.incarnation, _arena(parts)), parts)
 
 
+def _nixl_cpp(parts: TransceiverParts) -> Transceiver:
+    from kvferry.transceiver.cpp_runtime import CppTransceiver
+    from kvferry.transceiver.native_agent import NativeAgent
+    from kvferry.transceiver.nixl_library import nixl_backend
+
+    agent = NativeAgent(nixl_backend(parts.identity.incarnation))
+    return CppTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
+
+
+def _shm_cpp(parts: TransceiverParts) -> Transceiver:
+    from kvferry.transceiver.cpp_runtime import CppTransceiver
+    from kvferry.transceiver.native.engine import MemoryBackend
+    from kvferry.transceiver.native_shm import NativeShmAgent
+
+    agent = NativeShmAgent(parts.identity.incarnation, _arena(parts), MemoryBackend())
+    return CppTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
+
+
 def _arena(parts: TransceiverParts) -> SharedArena:
     """The memory of the pools, which peers map."""
     arena = parts.memory
@@ -43,4 +61,6 @@ def _arena(parts: TransceiverParts) -> SharedArena:
 
 
 NIXL_PYTHON = Implementation(_nixl_python)
+NIXL_CPP = Implementation(_nixl_cpp)
+SHM_CPP = Implementation(_shm_cpp, memory=SharedArena)
 SHM_PYTHON = Implementation(_shm_python, memory=SharedArena)

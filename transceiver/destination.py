@@ -71,6 +71,10 @@ class Destination:
         """False while a fence is failing: operations in doubt stay so."""
         return not self._suspects or self._fence_at_s == 0.0
 
+    def until_fence_s(self, now_s: float) -> float | None:
+        """Seconds until a fence that failed is tried again; None when none has."""
+        return None if self.healthy else max(0.001, self._fence_at_s - now_s)
+
     # -- what happens to a load ---------------------------------------------------------------------------
 
     def start(self, load: LoadSession) -> None:
@@ -217,7 +221,12 @@ class Destination:
             self._end(load, load.verdict)
         elif not finished:
             self._start_over(load)
-        elif load.stage is LoadStage.DATA:
+        else:
+            self._finished(load)
+
+    def _finished(self, load: LoadSession) -> None:
+        """The operation of `load` is DONE: the next stage, or the end."""
+        if load.stage is LoadStage.DATA:
             load.stage = LoadStage.GENERATIONS
             self._submit(load)
         else:
@@ -236,9 +245,13 @@ class Destination:
         assert load.reads is not None
         assert load.scratch is not None
         found = load.scratch.words[: len(load.reads.expected)]
-        stale = int(np.count_nonzero(found != load.reads.expected))
+        self._checked(load, int(np.count_nonzero(found != load.reads.expected)))
+
+    def _checked(self, load: LoadSession, stale: int) -> None:
+        """The generation check has been made: `stale` words are not what they must be."""
+        assert load.reads is not None
         if stale:
-            message = f"{stale} of {len(found)} source blocks were reused before they had been read"
+            message = f"{stale} of {len(load.reads.expected)} source blocks were reused before they had been read"
             self._end(load, Verdict(FailureClass.GENERATION, message))
         else:
             self._succeed(load)
@@ -311,13 +324,16 @@ class Destination:
         )
 
     def _tell(self, load: LoadSession, kind: NotificationKind) -> None:
-        assert load.signed is not None
-        handle = load.signed.handle
-        nbytes = load.plan.nbytes if load.plan is not None else 0
-        note = Notification(kind, handle.transfer_id, handle.nonce, nbytes, load.tokens)
-        self._agent.notify(self._peer_of(load), encode_notification(note))
+        self._agent.notify(self._peer_of(load), notification_of(load, kind))
         self._sent()
 
     def _peer_of(self, load: LoadSession) -> str:
         assert load.peer is not None
         return load.peer.incarnation
+
+
+def notification_of(load: LoadSession, kind: NotificationKind) -> bytes:
+    assert load.signed is not None
+    handle = load.signed.handle
+    nbytes = load.plan.nbytes if load.plan is not None else 0
+    return encode_notification(Notification(kind, handle.transfer_id, handle.nonce, nbytes, load.tokens))

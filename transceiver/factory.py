@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 
 from kvferry.core import ConfigError, Resolution, Role
 from kvferry.kvcache import KVPool
-from kvferry.resolution import build_gaps, default_catalog
+from kvferry.resolution import RuntimeCapability, build_gaps, default_catalog
 from kvferry.transceiver.base import Transceiver
 from kvferry.transceiver.implementation import Implementation, RuntimeTimes, TransceiverParts, WorkerIdentity
 from kvferry.transceiver.memory import PoolMemory
 
 _BACKEND_SETTING = "transceiver.backend"
+_TIMEOUT_SETTING = "transceiver.transfer_timeout_ms"
 _MAX_LEASES = 10
 """The hard cap of a hand-off's pin, in leases."""
 
@@ -35,7 +37,7 @@ def create_transceiver(
     model_fingerprint: str,
     pools: Sequence[KVPool],
     endpoint: str,
-    transfer_timeout_ms: int,
+    transfer_timeout_ms: int | None,
     memory: PoolMemory | None = None,
     lease_s: float = 30.0,
 ) -> Transceiver:
@@ -44,13 +46,17 @@ def create_transceiver(
     `pool_memory` gave.
 
     Raises ConfigError naming `transceiver.backend` or `transceiver.runtime` when the pair is not in this version,
-    its library is missing, or a time makes no sense.
+    its library is missing, or a time makes no sense. transfer_timeout_ms None: loads end only with their lease.
     """
-    if transfer_timeout_ms <= 0:
+    if transfer_timeout_ms is not None and transfer_timeout_ms <= 0:
         message = f"transfer_timeout_ms must be at least 1, got {transfer_timeout_ms}"
-        raise ConfigError(message, field="transceiver.transfer_timeout_ms")
+        raise ConfigError(message, field=_TIMEOUT_SETTING)
     if lease_s <= 0:
         raise ConfigError(f"lease_s must be above 0, got {lease_s}", field="transceiver.lease_s")
+    runtime = _runtime(resolution)
+    if runtime.needs_finite_timeout and transfer_timeout_ms is None:
+        message = f"transceiver {resolution.transceiver} needs a finite transfer_timeout_ms"
+        raise ConfigError(message, field=_TIMEOUT_SETTING)
     implementation = find_implementation(resolution)
     identity = WorkerIdentity(
         worker=worker,
@@ -61,32 +67,39 @@ def create_transceiver(
         resolution=resolution,
     )
     times = RuntimeTimes(
-        transfer_timeout_s=transfer_timeout_ms / 1000, lease_s=lease_s, max_lease_s=_MAX_LEASES * lease_s
+        transfer_timeout_s=math.inf if transfer_timeout_ms is None else transfer_timeout_ms / 1000,
+        lease_s=lease_s,
+        max_lease_s=_MAX_LEASES * lease_s,
     )
     return implementation.build(TransceiverParts(identity, pools, times, memory))
 
 
 def find_implementation(resolution: Resolution) -> Implementation:
     """Imports what the catalog declares for the route of `resolution`, built in or a third party's."""
+    path = _runtime(resolution).implementation
+    assert path is not None
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        message = f"transceiver {resolution.transceiver}: {path} cannot be imported: {error}"
+        raise ConfigError(message, field=_BACKEND_SETTING) from error
+    if not isinstance(found, Implementation):
+        raise ConfigError(
+            f"transceiver {resolution.transceiver}: {path} must be a kvferry.transceiver.Implementation, not "
+            f"{type(found).__name__}",
+            field=_BACKEND_SETTING,
+        )
+    return found
+
+
+def _runtime(resolution: Resolution) -> RuntimeCapability:
+    """What is declared of the route. ConfigError when this version has no implementation of it."""
     catalog = default_catalog()
     for gap in build_gaps(resolution, catalog=catalog):
         raise ConfigError(gap.message, field=gap.setting)
     transceiver = catalog.transceiver(resolution.backend)
     runtime = transceiver.runtime(resolution.runtime) if transceiver and resolution.runtime else None
-    if runtime is None or runtime.implementation is None:
+    if runtime is None:
         raise ConfigError(f"backend {resolution.backend} has no transceiver", field=_BACKEND_SETTING)
-    module, _, attribute = runtime.implementation.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"transceiver {resolution.transceiver}: {runtime.implementation} cannot be imported: {error}",
-            field=_BACKEND_SETTING,
-        ) from error
-    if not isinstance(found, Implementation):
-        raise ConfigError(
-            f"transceiver {resolution.transceiver}: {runtime.implementation} must be a "
-            f"kvferry.transceiver.Implementation, not {type(found).__name__}",
-            field=_BACKEND_SETTING,
-        )
-    return found
+    return runtime

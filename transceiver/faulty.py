@@ -16,6 +16,8 @@ from kvferry.transceiver.base import Agent, CopyArray, Direction, Operation, OpS
 class Fault(Enum):
     DELAY = "delay"
     """Takes `delay_s` longer."""
+    LATE = "late"
+    """The bytes of an operation move `delay_s` later than they should, also when nobody waits for them any more."""
     DROP = "drop"
     """A notification is lost; an operation ends in an error, and nothing moved."""
     CORRUPT = "corrupt"
@@ -53,6 +55,7 @@ class FaultyAgent(Agent):
         self._unblocked = threading.Event()
         self._black_holes: list[BlackHole] = []
         self._delayed: list[tuple[float, str, bytes]] = []
+        self._late: list[_Late] = []
 
     def inject(
         self,
@@ -111,6 +114,10 @@ class FaultyAgent(Agent):
             hole = BlackHole(peer, submit)
             self._black_holes.append(hole)
             return hole
+        if rule.fault is Fault.LATE:
+            late = _Late(peer, submit, time.monotonic() + rule.delay_s)
+            self._late.append(late)
+            return late
         if rule.fault is Fault.DROP:
             return _Failed()
         if rule.fault is Fault.BLOCK:
@@ -136,6 +143,8 @@ class FaultyAgent(Agent):
             self.inner.notify(peer, message)
 
     def drain_notifications(self) -> list[tuple[str, bytes]]:
+        for late in self._late:
+            late.advance()
         due = [entry for entry in self._delayed if entry[0] <= time.monotonic()]
         for entry in due:
             self._delayed.remove(entry)
@@ -151,6 +160,8 @@ class FaultyAgent(Agent):
         self.inner.fence(peer)
         for hole in self._black_holes:
             hole.fenced(peer)
+        for late in self._late:
+            late.fenced(peer)
 
     def close(self) -> None:
         for hole in self._black_holes:
@@ -197,6 +208,38 @@ class BlackHole(Operation):
     def fenced(self, peer: str) -> None:
         if peer == self.peer:
             self._state = OpState.NOT_SUBMITTED
+
+
+class _Late(Operation):
+    """Submits when its time has come, whoever has released it before; only a fence stops it."""
+
+    def __init__(self, peer: str, submit: Callable[[], Operation], at_s: float) -> None:
+        self._peer = peer
+        self._submit = submit
+        self._at_s = at_s
+        self._inner: Operation | None = None
+        self._cut = False
+
+    def advance(self) -> None:
+        if self._inner is None and not self._cut and time.monotonic() >= self._at_s:
+            self._inner = self._submit()
+
+    def poll(self) -> OpState:
+        self.advance()
+        if self._inner is not None:
+            return self._inner.poll()
+        return OpState.NOT_SUBMITTED if self._cut else OpState.SUBMITTED
+
+    @property
+    def error(self) -> str:
+        return self._inner.error if self._inner is not None else ""
+
+    def release(self) -> None:
+        if self._inner is not None:
+            self._inner.release()
+
+    def fenced(self, peer: str) -> None:
+        self._cut = self._cut or peer == self._peer
 
 
 class _Failed(Operation):

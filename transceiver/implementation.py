@@ -17,9 +17,11 @@ from kvferry.transceiver.memory import PoolMemory
 
 @dataclass(frozen=True, slots=True)
 class RuntimeTimes:
-    """transfer_timeout_s: one load, from call to answer. handshake_timeout_s: first contact with a peer.
+    """transfer_timeout_s: one load, from call to answer (inf: its lease decides).
+    handshake_timeout_s: first contact with a peer.
     grace_s: what the agent thread gets to fence an overdue load before it is reported in doubt.
-    first_contact_s: how long a target helps a new peer's first operations along after a handshake."""
+    first_contact_s: how long a target helps a new peer's first operations along after a handshake.
+    reader_help_s: the same for the reader of a hand-off that was given up."""
 
     transfer_timeout_s: float
     lease_s: float = 30.0
@@ -28,6 +30,7 @@ class RuntimeTimes:
     handshake_timeout_s: float = 5.0
     grace_s: float = 1.0
     first_contact_s: float = 3.0
+    reader_help_s: float = 0.5
     after_send_s: float = 0.02
     close_timeout_s: float = 5.0
 

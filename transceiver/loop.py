@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -13,18 +13,40 @@ logger = logging.getLogger(__name__)
 _AFTER_ERROR_S = 0.05
 
 
+class Sleeper(ABC):
+    """How a loop waits for its next turn."""
+
+    @abstractmethod
+    def sleep(self, seconds: float | None) -> None:
+        """Until `wake` was called since the last sleep, or the time is over; None: until then only."""
+
+    @abstractmethod
+    def wake(self) -> None: ...
+
+
+class EventSleeper(Sleeper):
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def sleep(self, seconds: float | None) -> None:
+        self._event.wait(seconds)
+        self._event.clear()
+
+    def wake(self) -> None:
+        self._event.set()
+
+
 class Loop:
     """Sleeps whenever nothing is posted and the step wants nothing: an idle loop costs nothing.
 
     `step` returns the seconds until it wants to run again, None for not before something is posted.
     """
 
-    def __init__(self, name: str, step: Callable[[], float | None]) -> None:
+    def __init__(self, name: str, step: Callable[[], float | None], sleeper: Sleeper | None = None) -> None:
         self._step = step
+        self._sleeper = sleeper or EventSleeper()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
         self._closing = False
-        self._woken = False
         self.errors = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -33,15 +55,12 @@ class Loop:
 
     def post(self, job: Callable[[], None]) -> None:
         """Runs `job` on the loop's thread, in order of posting. Dropped once the loop is closed."""
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify()
+        self._jobs.append(job)
+        self._sleeper.wake()
 
     def wake(self) -> None:
         """Lets the step run now."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
+        self._sleeper.wake()
 
     @property
     def is_current(self) -> bool:
@@ -49,9 +68,8 @@ class Loop:
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread after what was posted before; False when it did not end in time."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._closing = True
+        self._sleeper.wake()
         if not self._thread.ident or self.is_current:
             return True
         self._thread.join(timeout_s)
@@ -66,15 +84,9 @@ class Loop:
 
     def _next_turn(self, wait_s: float | None) -> bool:
         """Waits until there is something to do; False when the loop ends."""
-        with self._changed:
-            deadline = None if wait_s is None else time.monotonic() + wait_s
-            while not (self._jobs or self._woken or self._closing):
-                left_s = None if deadline is None else deadline - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    break
-                self._changed.wait(left_s)
-            self._woken = False
-            return bool(self._jobs) or not self._closing
+        if not self._jobs and not self._closing and (wait_s is None or wait_s > 0):
+            self._sleeper.sleep(wait_s)
+        return bool(self._jobs) or not self._closing
 
     def _guard(self, job: Callable[[], float | None] | Callable[[], None]) -> float | None:
         """A bug in one job must not end the thread that everybody waits for."""

@@ -106,6 +106,11 @@ class Peers:
             if link.rank is not None and link.rank.incarnation == incarnation:
                 self._fail(link, TransferError(f"the path to {link.rank.worker} at {link.endpoint} was cut"))
 
+    @property
+    def warming(self) -> bool:
+        """Whether a first contact has an operation in flight, which `step` must be called for."""
+        return any(link.lifecycle.state is LinkState.WARMING for link in self._attempts.values())
+
     def step(self, now_s: float) -> float | None:
         """Drives first contacts; when the oldest of them began, None when there is none in flight."""
         warming = [link for link in self._attempts.values() if link.lifecycle.state is LinkState.WARMING]

@@ -17,13 +17,13 @@ class PollDemand:
     """Ages in seconds of the *youngest* thing of each kind, None where there is none.
 
     operation: a local operation in flight. reader: a peer is reading from here. advertised: a handle is out.
-    attention: a peer is making first contact, or a notification may still be on its way out.
+    attention_s: for how long yet a peer is making first contact, or a notification may be on its way out.
     """
 
     operation_s: float | None = None
     reader_s: float | None = None
     advertised_s: float | None = None
-    attention: bool = False
+    attention_s: float = 0.0
 
 
 def poll_interval_s(demand: PollDemand) -> float | None:
@@ -35,7 +35,7 @@ def poll_interval_s(demand: PollDemand) -> float | None:
         intervals.append(_clamp(demand.reader_s * _SHARE, 0.0002, 0.002))
     if demand.advertised_s is not None:
         intervals.append(_clamp(demand.advertised_s * _SHARE, 0.0005, 0.01))
-    if demand.attention:
+    if demand.attention_s > 0:
         intervals.append(_ATTENTION_S)
     return min(intervals, default=None)
 

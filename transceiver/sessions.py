@@ -77,7 +77,11 @@ class Verdict:
 
 @dataclass(slots=True, eq=False)
 class LoadSession:
-    """One pull. Owned by the agent thread; `lifecycle`, `verdict` and `on_quiet` change under the table's lock."""
+    """One pull. Owned by the agent thread; `lifecycle`, `verdict` and `on_quiet` change under the table's lock.
+
+    stale_words, source_told: where the operation made the generation check itself, its result, and whether the
+    source has heard of it.
+    """
 
     load_id: int
     data: bytes
@@ -97,6 +101,8 @@ class LoadSession:
     scratch: ScratchBlock | None = None
     submitted_s: float = 0.0
     resubmissions: int = 0
+    stale_words: int = 0
+    source_told: bool = False
     on_quiet: list[Callable[[], None]] = field(default_factory=list)
 
     @property

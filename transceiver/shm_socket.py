@@ -40,11 +40,20 @@ class _Caller:
 
 
 class ShmListener:
-    """Answers callers on a thread of its own, which sleeps unless one calls. `fds` is asked at every contact."""
+    """Answers callers on a thread of its own, which sleeps unless one calls. `fds` is asked at every contact.
 
-    def __init__(self, incarnation: str, fds: Callable[[], Sequence[int]]) -> None:
+    hand_over: takes each greeted connection, named, from then on; without it notifications are collected here.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        fds: Callable[[], Sequence[int]],
+        hand_over: Callable[[str, socket.socket], None] | None = None,
+    ) -> None:
         self.address = f"kvferry-{secrets.token_hex(16)}"
         self._fds = fds
+        self._hand_over = hand_over
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind("\0" + self.address)
@@ -102,6 +111,9 @@ class ShmListener:
             packet = caller.connection.recv(_MAX_PACKET_NBYTES)
             if packet and not caller.name:
                 self._greet(caller, packet)
+                if self._hand_over is not None:
+                    selector.unregister(caller.connection)
+                    self._hand_over(caller.name, caller.connection)
             elif packet and len(self._inbox) < _MAX_UNREAD:
                 self._inbox.append((caller.name, packet))
             else:

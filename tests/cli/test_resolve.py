@@ -55,9 +55,9 @@ def test_the_environment_is_read() -> None:
 
 
 def test_what_is_not_built_is_a_warning() -> None:
-    code, answer = run("--arch", "LlamaForCausalLM", "--runtime", "CPP")
+    code, answer = run("--arch", "LlamaForCausalLM", "--backend", "UCX")
     assert (code, answer["error"], answer["implemented"]) == (0, None, False)
-    assert any("NIXL/CPP is not built in this version" in warning for warning in answer["warnings"])
+    assert any("UCX/CPP is not built in this version" in warning for warning in answer["warnings"])
 
 
 @pytest.mark.parametrize(

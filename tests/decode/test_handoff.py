@@ -155,3 +155,32 @@ def test_cancel_in_the_middle_of_a_prompt_gives_prefill_back() -> None:
     pair.prefill.cancel(sequence.key)
     assert isinstance(pair.events[sequence.key][-1], RequestCancelledError)
     pair.assert_nothing_held()
+
+
+def test_a_request_whose_answer_got_lost_is_given_up_in_every_state() -> None:
+    pair = Pair(blocks=100)
+    pair.prefilled([1] * 9)
+    pair.add_prefill([2] * 200)
+    pair.prefill.step()
+    assert pair.prefill.counts() == {"running": 1, "held": 1}
+    pair.prefill.abandon("another")
+    assert pair.prefill.counts() == {"running": 1, "held": 1}
+    pair.prefill.abandon("r")
+    pair.prefill.abandon("r")
+    assert pair.prefill.counts() == {"held": 0, "released": 1, "cancelled": 1}
+    pair.assert_nothing_held()
+
+
+def test_a_transceiver_that_cannot_advertise_fails_the_request_alone() -> None:
+    pair = Pair()
+
+    def closed(*_: object) -> bytes:
+        raise TransferError("the transceiver is closed")
+
+    pair.link.advertise = closed  # type: ignore[method-assign]
+    sequence = pair.add_prefill([1] * 9)
+    while pair.prefill.step():
+        pass
+    assert isinstance(pair.events[sequence.key][-1], TransferError)
+    assert pair.prefill.counts() == {"failed": 1, "held": 0}
+    pair.assert_nothing_held()

@@ -104,6 +104,7 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
     requests: list[WorkerRequest] = field(default_factory=list)
     handles: list[bytes] = field(default_factory=list)
     released: list[bytes] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     peers: set[str] = field(default_factory=set)
     refuses: str = ""
@@ -169,6 +170,10 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
     async def Release(self, wire: worker_pb2.ReleaseRequest, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         self.released.append(wire.handle)
         return worker_pb2.ReleaseReply(found=True)
+
+    async def Abandon(self, wire: worker_pb2.AbandonRequest, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        self.abandoned.append(wire.request_id)
+        return worker_pb2.AbandonReply()
 
     async def Drain(self, wire: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         self.state = "draining"

@@ -50,6 +50,9 @@ class Link:
         self.advertised[handle] = (hold, digest, released)
         return handle
 
+    def withdraw(self, handle: bytes) -> None:
+        self.advertised[handle][2]()
+
     def start(
         self,
         handle: bytes,

@@ -28,12 +28,20 @@ from kvferry.core import (
 from kvferry.kvcache import BlockHold, CacheStateError, KVPool
 from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult
 from kvferry.transceiver.control import ControlClient, ControlTarget
-from kvferry.transceiver.faulty import FaultyAgent
+from kvferry.transceiver.cpp_runtime import CppTransceiver
+from kvferry.transceiver.faulty import Fault, FaultyAgent, Target
 from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
 from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.native.engine import Fault as NativeFault
+from kvferry.transceiver.native.engine import FaultyBackend, MemoryBackend
+from kvferry.transceiver.native.engine import Target as NativeTarget
+from kvferry.transceiver.native_agent import NativeAgent
+from kvferry.transceiver.native_shm import NativeShmAgent
 from kvferry.transceiver.nixl import NixlAgent
+from kvferry.transceiver.nixl_library import nixl_backend
 from kvferry.transceiver.python_runtime import PythonTransceiver
+from kvferry.transceiver.session_runtime import SessionRuntime
 from kvferry.transceiver.shm import ShmAgent
 
 T = TypeVar("T")
@@ -111,12 +119,34 @@ class Load:
         return self.results[0]
 
 
+class NativeFaults:
+    """The C++ engine's faulty backend, commanded as a `FaultyAgent` is."""
+
+    def __init__(self, backend: FaultyBackend) -> None:
+        self._backend = backend
+
+    def inject(
+        self, fault: Fault, target: Target = Target.OPERATION, *, skip: int = 0, count: int = 1, delay_s: float = 0.0
+    ) -> None:
+        self._backend.inject(NativeFault[fault.name], NativeTarget[target.name], skip, count, delay_s)
+
+    def fail_fences(self, count: int) -> None:
+        self._backend.fail_fences(count)
+
+    def unblock(self) -> None:
+        self._backend.unblock()
+
+    def land_late_writes(self) -> int:
+        """None can: its black holes never touch memory."""
+        return 0
+
+
 @dataclass(slots=True)
 class Worker:
-    """One transceiver over a faulty loopback agent, and its only pool."""
+    """One transceiver over an agent with faults on command, and its only pool."""
 
-    transceiver: PythonTransceiver
-    agent: FaultyAgent
+    transceiver: SessionRuntime
+    agent: FaultyAgent | NativeFaults
     pool: KVPool
 
     @property
@@ -173,18 +203,33 @@ class World:
             heartbeat_s=heartbeat_s,
             handshake_timeout_s=handshake_timeout_s,
             grace_s=grace_s,
-            first_contact_s=0.3,
+            first_contact_s=1.0,
             close_timeout_s=2.0,
         )
         incarnation = new_incarnation()
-        self.arenas.append(SharedArena())
-        agent = FaultyAgent(self.make_agent(incarnation, self.arenas[-1]))
+        arena = SharedArena()
+        self.arenas.append(arena)
         identity = WorkerIdentity(f"{role.value}-{endpoint}", role, incarnation, endpoint, fingerprint, resolution())
-        pool = make_pool(layout, blocks, self.arenas[-1].allocate if self.backend == "shm" else None)
-        transceiver = PythonTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
-        self.targets[endpoint] = transceiver
-        self.workers.append(Worker(transceiver, agent, pool))
+        pool = make_pool(layout, blocks, arena.allocate if "shm" in self.backend else None)
+        make = self._cpp if self.backend.startswith("cpp") else self._python
+        self.workers.append(make(identity, pool, arena, times))
+        self.targets[endpoint] = self.workers[-1].transceiver
         return self.workers[-1]
+
+    def _python(self, identity: WorkerIdentity, pool: KVPool, arena: SharedArena, times: RuntimeTimes) -> Worker:
+        agent = FaultyAgent(self.make_agent(identity.incarnation, arena))
+        return Worker(PythonTransceiver(identity, [pool], agent, LocalControl(self.targets), times), agent, pool)
+
+    def _cpp(self, identity: WorkerIdentity, pool: KVPool, arena: SharedArena, times: RuntimeTimes) -> Worker:
+        if self.backend == "cpp-shm":
+            memory = MemoryBackend()
+            faulty = FaultyBackend(memory)
+            agent: NativeAgent = NativeShmAgent(identity.incarnation, arena, memory, faulty)
+        else:
+            faulty = FaultyBackend(nixl_backend(identity.incarnation))
+            agent = NativeAgent(faulty)
+        transceiver = CppTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
+        return Worker(transceiver, NativeFaults(faulty), pool)
 
     def make_agent(self, incarnation: str, arena: SharedArena) -> Agent:
         if self.backend == "nixl":
@@ -234,9 +279,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-@pytest.fixture(params=["loopback", "nixl", "shm"])
+@pytest.fixture(params=["loopback", "nixl", "shm", "cpp-nixl", "cpp-shm"])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Over memory copies within the process, and over the real things."""
+    """Over memory copies within the process, and over the real things, on both runtimes."""
     made = World(request.param)
     yield made
     made.close()

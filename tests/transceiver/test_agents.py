@@ -15,7 +15,11 @@ from kvferry.transceiver.base import Agent, CopyArray, Direction, Operation, OpS
 from kvferry.transceiver.faulty import FaultyAgent
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
 from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.native.engine import MemoryBackend
+from kvferry.transceiver.native_agent import NativeAgent
+from kvferry.transceiver.native_shm import NativeShmAgent
 from kvferry.transceiver.nixl import NixlAgent
+from kvferry.transceiver.nixl_library import nixl_backend
 from kvferry.transceiver.shm import ShmAgent
 
 Make = Callable[[str], Agent]
@@ -25,7 +29,7 @@ ARENA = SharedArena()
 """All memory of these tests: every agent must be able to use it, and SHM can use no other."""
 
 
-@pytest.fixture(params=["loopback", "nixl", "faulty-nixl", "shm", "third-party"])
+@pytest.fixture(params=["loopback", "nixl", "faulty-nixl", "shm", "third-party", "native-nixl", "native-shm"])
 def make(request: pytest.FixtureRequest) -> Make:
     fabric = LoopbackFabric()
     return {
@@ -34,7 +38,15 @@ def make(request: pytest.FixtureRequest) -> Make:
         "faulty-nixl": lambda name: FaultyAgent(NixlAgent(name)),
         "shm": lambda name: ShmAgent(name, ARENA),
         "third-party": third_party,
+        "native-nixl": lambda name: attentive(NativeAgent(nixl_backend(name))),
+        "native-shm": lambda name: attentive(NativeShmAgent(name, ARENA, MemoryBackend())),
     }[request.param]
+
+
+def attentive(agent: NativeAgent) -> Agent:
+    """The runtime tells the engine when to look for notifications; here it is always."""
+    agent.engine.expect(0.0, 3600.0)
+    return agent
 
 
 def third_party(name: str) -> Agent:

@@ -44,9 +44,7 @@ def test_shm_refuses_pools_that_peers_cannot_map(resolved: Resolution) -> None:
 @pytest.mark.parametrize(
     ("backend", "runtime", "field"),
     [
-        ("NIXL", "CPP", "transceiver.runtime"),
         ("UCX", "CPP", "transceiver.backend"),
-        ("SHM", "CPP", "transceiver.runtime"),
         ("MOONCAKE", "PYTHON", "transceiver.backend"),
     ],
 )
@@ -64,3 +62,15 @@ def test_times_that_make_no_sense(resolved: Resolution, name: str, value: float)
         create_transceiver(**arguments(resolved, **{name: value}))
     assert caught.value.field == f"transceiver.{name}"
     assert str(value) in caught.value.message
+
+
+def test_a_runtime_that_needs_a_deadline_says_so(resolved: Resolution) -> None:
+    with pytest.raises(ConfigError, match="NIXL/PYTHON needs a finite transfer_timeout_ms") as caught:
+        create_transceiver(**arguments(resolved, transfer_timeout_ms=None))
+    assert caught.value.field == "transceiver.transfer_timeout_ms"
+
+
+def test_cpp_runs_without_a_deadline(resolved: Resolution) -> None:
+    made = create_transceiver(**arguments(replace(resolved, runtime="CPP", manager="V1"), transfer_timeout_ms=None))
+    assert made.local.agent_metadata
+    made.close()

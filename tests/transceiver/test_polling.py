@@ -23,4 +23,4 @@ def test_longer_waits_are_polled_less_often_within_bounds(kind: str) -> None:
 def test_the_most_urgent_decides() -> None:
     both = poll_interval_s(PollDemand(operation_s=0.0, advertised_s=60.0))
     assert both == poll_interval_s(PollDemand(operation_s=0.0))
-    assert poll_interval_s(PollDemand(advertised_s=60.0, attention=True)) == 0.0005
+    assert poll_interval_s(PollDemand(advertised_s=60.0, attention_s=1.0)) == 0.0005

@@ -16,7 +16,8 @@ from kvferry.core import MemRegion, TransferError
 from kvferry.transceiver.base import Direction
 from kvferry.transceiver.host_identity import HostIdentity
 from kvferry.transceiver.memory import SharedArena
-from kvferry.transceiver.shm import RegionTable, ShmAgent, ShmMetadata
+from kvferry.transceiver.shm import RegionTable, ShmAgent
+from kvferry.transceiver.shm_host import ShmMetadata
 
 Eventually = Callable[..., None]
 

@@ -25,7 +25,19 @@ LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
 NIXL = "NIXL/PYTHON/V2"
 SHM = "SHM/PYTHON/V2"
 VMREAD = "VMREAD/PYTHON/V2"
-PAIRS = [(NIXL, NIXL), (SHM, SHM), (VMREAD, VMREAD)]
+NIXL_V1, NIXL_CPP = "NIXL/PYTHON/V1", "NIXL/CPP/V1"
+SHM_V1, SHM_CPP = "SHM/PYTHON/V1", "SHM/CPP/V1"
+PAIRS = [
+    (NIXL, NIXL),
+    (NIXL_CPP, NIXL_CPP),
+    (NIXL_V1, NIXL_CPP),
+    (NIXL_CPP, NIXL_V1),
+    (SHM, SHM),
+    (SHM_CPP, SHM_CPP),
+    (SHM_V1, SHM_CPP),
+    (SHM_CPP, SHM_V1),
+    (VMREAD, VMREAD),
+]
 """(source, destination), each backend/runtime/manager."""
 DIGEST = bytes(range(32))
 BLOCKS = 64

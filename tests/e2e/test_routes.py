@@ -1,0 +1,47 @@
+"""Every route beside the preferred one, prefill and decode in processes of their own: golden answers, blocks back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KV_TOKEN_NBYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, dim, fp32
+LENGTHS = (1, 16, 65, 700)
+
+# settings -> the pair each role must have resolved to
+ROUTES = {
+    "shm": (("--backend", "SHM"), ("SHM/PYTHON", "V2"), ("SHM/PYTHON", "V2")),
+    "shm-cpp": (("--backend", "SHM", "--runtime", "CPP"), ("SHM/CPP", "V1"), ("SHM/CPP", "V1")),
+    "nixl-cpp": (("--runtime", "CPP"), ("NIXL/CPP", "V1"), ("NIXL/CPP", "V1")),
+    "nixl-mixed": (
+        ("--runtime", "PYTHON", "--manager", "V1", "--decode.transceiver.runtime", "CPP"),
+        ("NIXL/PYTHON", "V1"),
+        ("NIXL/CPP", "V1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_answers_are_golden_and_blocks_return(
+    start_cluster: Callable[..., Any],
+    reference: Any,
+    smollm2_dir: Path,
+    assert_golden: Any,
+    long_ids: list[int],
+    route: str,
+) -> None:
+    settings, prefill, decode = ROUTES[route]
+    cluster = start_cluster("--kv_cache.bytes", "256MiB", *settings)
+    pairs = {worker["role"]: worker["resolution"] for worker in cluster.facts["workers"]}
+    assert (pairs["prefill"]["transceiver"], pairs["prefill"]["manager"]) == prefill
+    assert (pairs["decode"]["transceiver"], pairs["decode"]["manager"]) == decode
+    for length in LENGTHS:
+        prompt = long_ids[-length:]
+        completed = cluster.complete(prompt)
+        assert_golden(reference.load(smollm2_dir), prompt, completed.token_ids)
+        assert completed.route["transferred_bytes"] == length * KV_TOKEN_NBYTES
+    cluster.settled()
+    cluster.run("down")

@@ -1,0 +1,1 @@
+"""The C++ half of the transceivers: `engine`, built by the installation."""
