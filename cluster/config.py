@@ -60,6 +60,9 @@ class TransceiverConfig(Section):
     on_transfer_failure: Literal["recompute", "fail"] = Field(
         default="recompute", description="decode computes a prompt itself whose KV did not arrive, or fails the request"
     )
+    max_quarantined: float = Field(
+        default=0.25, ge=0, le=1, description="share of blocks that late writers may block before decode is unhealthy"
+    )
 
 
 class KVCacheConfig(Section):

@@ -150,8 +150,16 @@ def _role_worker(loaded: LoadedWorker, transceiver: Transceiver | None) -> RoleW
     if loaded.spec.role is Role.PREFILL:
         assert transceiver is not None, "a prefill role is never planned on backend NONE"
         return PrefillWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer)
-    recompute = loaded.spec.config.transceiver.on_transfer_failure == "recompute"
-    return DecodeWorker(name, loaded.runner, loaded.manager, transceiver, loaded.tokenizer, recompute)
+    settings = loaded.spec.config.transceiver
+    return DecodeWorker(
+        name,
+        loaded.runner,
+        loaded.manager,
+        transceiver,
+        loaded.tokenizer,
+        recompute=settings.on_transfer_failure == "recompute",
+        max_quarantined=settings.max_quarantined,
+    )
 
 
 def _identity(loaded: LoadedWorker, endpoint: str, incarnation: str) -> WorkerIdentity:

@@ -19,7 +19,8 @@ from kvferry.transceiver import Transceiver
 class DecodeWorker(worker_pb2_grpc.DecodeServicer):
     """Owns its scheduler, engine thread and transceiver; `close` ends them.
 
-    recompute: a request whose KV could not be loaded computes its prompt here (else it fails).
+    recompute: a request whose KV could not be loaded computes its prompt here (else it fails). max_quarantined: the
+    share of the blocks that late writers may block before it refuses hand-offs and calls itself unhealthy.
     """
 
     def __init__(
@@ -30,13 +31,16 @@ class DecodeWorker(worker_pb2_grpc.DecodeServicer):
         transceiver: Transceiver | None,
         tokenizer: Tokenizer | None,
         recompute: bool = True,
+        max_quarantined: float = 0.25,
     ) -> None:
         self._host = EngineHost(name)
         self._runner = runner
         self._tokenizer = tokenizer
         self._transceiver = transceiver
         loader = TransceiverLoader(transceiver, self._host.thread.post) if transceiver else None
-        self._scheduler = GenerationScheduler(runner, manager, self._host.thread.emit, loader, recompute)
+        self._scheduler = GenerationScheduler(
+            runner, manager, self._host.thread.emit, loader, recompute, max_quarantined
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_DecodeServicer_to_server(self, server)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.core import BlockTable, DecodeLeg, KVFerryError, RequestCancelledError, TokenRange, TransferError
+from kvferry.core import BlockTable, DecodeLeg, KVFerryError, RequestCancelledError, TokenRange, TransferError, UnavailableError
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit
@@ -58,7 +58,8 @@ class _Load:
 class GenerationScheduler(BatchScheduler[DecodeLeg]):
     """Runs sequences to their end. With a loader, those added with a handle load their KV instead of computing it.
 
-    recompute: whether a sequence whose load failed computes its prompt here (else it fails).
+    recompute: whether a sequence whose load failed computes its prompt here (else it fails). max_quarantined: the
+    share of the blocks that may wait for late writers; beyond it nothing more is loaded.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         emit: Emit,
         loader: KVLoader | None = None,
         recompute: bool = True,
+        max_quarantined: float = 0.25,
     ) -> None:
         super().__init__(runner, manager, emit, DecodeLeg)
+        self._max_quarantined = max_quarantined
         self._loader = loader
         self._recompute = recompute
         self._handles: dict[int, bytes] = {}
@@ -79,8 +82,20 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         """As `add`, for a sequence whose KV but for the last token's is advertised under `handle`."""
         if self._loader is None:
             raise TransferError("this worker has no transceiver (transceiver.backend is NONE) and got a handle")
+        if self.problem:
+            raise UnavailableError(self.problem, field="transceiver.max_quarantined")
         self.add(sequence)
         self._handles[sequence.key] = handle
+
+    @property
+    def problem(self) -> str:
+        blocks = self.manager.counts()
+        if blocks.quarantined <= self._max_quarantined * blocks.total:
+            return ""
+        return (
+            f"{blocks.quarantined} of {blocks.total} blocks are in quarantine, kept from transfers that cannot be "
+            f"stopped; the limit is the share transceiver.max_quarantined ({self._max_quarantined:g})"
+        )
 
     def cancel(self, key: int) -> None:
         load = self._loading.get(key)

@@ -113,6 +113,11 @@ class BatchScheduler(ABC, Generic[L]):
         return bool(self._running or self._waiting)
 
     @property
+    def problem(self) -> str:
+        """Why this worker should get no new work for now; empty when it should."""
+        return ""
+
+    @property
     def queued(self) -> int:
         return len(self._waiting)
 

@@ -58,7 +58,8 @@ class EngineHost:
         answer: asyncio.Future[EngineState] = loop.create_future()
 
         def ask() -> None:
-            state = EngineState(scheduler.manager.counts(), scheduler.counts(), healthy=True)
+            problem = scheduler.problem
+            state = EngineState(scheduler.manager.counts(), scheduler.counts(), not problem, problem)
             loop.call_soon_threadsafe(_answer, answer, state)
 
         self.thread.post(ask)

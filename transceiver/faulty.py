@@ -70,6 +70,12 @@ class FaultyAgent(Agent):
         with self._lock:
             self._rules.append(_Rule(fault, target, skip, count, delay_s))
 
+    def calm(self) -> None:
+        """Forgets what was to go wrong and has not yet."""
+        with self._lock:
+            self._rules.clear()
+            self._fence_failures = 0
+
     def fail_fences(self, count: int) -> None:
         with self._lock:
             self._fence_failures += count

@@ -21,7 +21,8 @@ class RuntimeTimes:
     handshake_timeout_s: first contact with a peer.
     grace_s: what the agent thread gets to fence an overdue load before it is reported in doubt.
     first_contact_s: how long a target helps a new peer's first operations along after a handshake.
-    reader_help_s: the same for the reader of a hand-off that was given up."""
+    reader_help_s: the same for the reader of a hand-off that was given up. rest_s: what the operation of a load that
+    was given up gets to end by itself."""
 
     transfer_timeout_s: float
     lease_s: float = 30.0
@@ -31,6 +32,7 @@ class RuntimeTimes:
     grace_s: float = 1.0
     first_contact_s: float = 3.0
     reader_help_s: float = 0.5
+    rest_s: float = 2.0
     after_send_s: float = 0.02
     close_timeout_s: float = 5.0
 

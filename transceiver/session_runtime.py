@@ -137,8 +137,7 @@ class SessionRuntime(Transceiver, ControlTarget):
     def cancel_load(self, load_id: int) -> CancelOutcome:
         outcome, load = self._loads.cancel(load_id)
         if load is not None:
-            sentenced = load
-            self._agent_loop.post(lambda: self._destination.sentenced(sentenced))
+            self._post_sentenced(load)
             if not self._destination.healthy:
                 return CancelOutcome.BACKEND_UNHEALTHY
         return outcome
@@ -299,7 +298,11 @@ class SessionRuntime(Transceiver, ControlTarget):
             self._post_sentenced(load)
 
     def _post_sentenced(self, load: LoadSession) -> None:
+        """Ends a load that nobody waits for any more. Its operation gets a while to come to rest, then its peer,
+        which may have stopped for good, is fenced: the pages are wanted elsewhere."""
+        load.deadline_s = min(load.deadline_s, time.monotonic() + self._times.rest_s)
         self._agent_loop.post(lambda: self._destination.sentenced(load))
+        self._clock.wake()
 
     def _check_open(self) -> None:
         if self._closed.is_set():

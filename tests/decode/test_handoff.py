@@ -6,7 +6,7 @@ import pytest
 from echo_engine import BLOCK, LAYOUT, expected_output
 from echo_link import Pair
 
-from kvferry.core import DecodeLeg, FinishReason, PrefillLeg, RequestCancelledError, SamplingParams, TransferError
+from kvferry.core import DecodeLeg, FinishReason, PrefillLeg, RequestCancelledError, SamplingParams, TransferError, UnavailableError
 
 
 @pytest.mark.parametrize("versions", [("V2", "V2"), ("V1", "V1")])
@@ -184,3 +184,25 @@ def test_a_transceiver_that_cannot_advertise_fails_the_request_alone() -> None:
     assert isinstance(pair.events[sequence.key][-1], TransferError)
     assert pair.prefill.counts() == {"failed": 1, "held": 0}
     pair.assert_nothing_held()
+
+
+def test_a_spent_quarantine_refuses_hand_offs_until_it_is_quiet() -> None:
+    pair = Pair(blocks=16, max_quarantined=0.2)
+    doubtful = pair.add_decode([8] * 11, pair.prefilled([8] * 11))
+    pair.link.deliver(1, error="timed out", in_doubt=True)
+    pair.decode.run()
+    assert pair.decode.finish(doubtful.key) is FinishReason.LENGTH
+    assert pair.decode.scheduler.problem == ""  # 3 of 16 blocks
+    another = pair.add_decode([9] * 11, pair.prefilled([9] * 11))
+    pair.link.deliver(2, error="timed out", in_doubt=True)
+    pair.decode.run()
+    assert pair.decode.finish(another.key) is FinishReason.LENGTH
+    assert "6 of 16 blocks are in quarantine" in pair.decode.scheduler.problem
+    with pytest.raises(UnavailableError, match=r"transceiver\.max_quarantined"):
+        pair.add_decode([7] * 11, pair.prefilled([7] * 11))
+    for hold in pair.link.quarantined:
+        hold.release()
+    assert pair.decode.scheduler.problem == ""
+    pair.add_decode([7] * 11, pair.prefilled([7] * 11))
+    pair.link.deliver(3)
+    pair.decode.run()

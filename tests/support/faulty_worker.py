@@ -26,11 +26,14 @@ class _Ear:
     def listen(self) -> None:
         for line in sys.stdin:
             self._obey(json.loads(line))
+            print(json.dumps({"obeyed": line}), flush=True)
 
     def _obey(self, command: dict[str, Any]) -> None:
         assert self.agent is not None
         if command["do"] == "break_steps":
             self._broken_steps = command["count"]
+        elif command["do"] == "calm":
+            self.agent.calm()
         elif command["do"] == "fail_fences":
             self.agent.fail_fences(command["count"])
         else:

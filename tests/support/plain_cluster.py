@@ -61,6 +61,15 @@ class ServerProcess:
 
     def await_ready(self, deadline: float) -> dict[str, Any]:
         """Blocks until it serves. Fails with the end of its log otherwise."""
+        if self.facts:
+            return self.facts
+        facts = self._hear(deadline)
+        assert "pid" in facts, f"{self.arguments}: {facts}\n{self.log.read_text()[-3000:]}"
+        self.facts = facts
+        return facts
+
+    def _hear(self, deadline: float) -> dict[str, Any]:
+        """The next line of JSON the process prints; empty when it ends, or says nothing in time."""
         stdout = self._process.stdout
         assert stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -70,16 +79,16 @@ class ServerProcess:
                 if not line:
                     break
                 if line.startswith("{"):  # UCX may print warnings of its own
-                    self.facts = json.loads(line)
-                    break
-        assert "pid" in self.facts, f"{self.arguments}: {self.facts}\n{self.log.read_text()[-3000:]}"
-        return self.facts
+                    heard: dict[str, Any] = json.loads(line)
+                    return heard
+        return {}
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """A command for `faulty_worker`."""
+        """A command for `faulty_worker`; returns when it is in force."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
+        assert "obeyed" in self._hear(time.monotonic() + PATIENCE_S), f"{self.arguments} does not obey {do}"
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -186,7 +195,6 @@ class PlainCluster:
     ) -> None:
         """The next operations (or notifications) of a faulty worker's agent; see `FaultyAgent.inject`."""
         self.servers[name].tell(fault, target=target, skip=skip, count=count, delay_s=delay_s)
-        time.sleep(0.05)  # the command is read by another process
 
     # -- requests -----------------------------------------------------------------------------------------
 
