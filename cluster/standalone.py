@@ -26,7 +26,7 @@ from typing import Any
 from kvferry.cluster.config import ClusterConfig
 from kvferry.cluster.config_sources import load_config, parse_flags, worker_config
 from kvferry.cluster.log_setup import RequestFormatter
-from kvferry.cluster.processes import check_reachable
+from kvferry.cluster.processes import check_reachable, free_port
 from kvferry.cluster.roles import WorkerSpec, backend_environ, model_limits, router_settings, threads_per_worker
 from kvferry.core import ConfigError, KVFerryError, Role
 from kvferry.resolution import read_config, resolution_dict
@@ -77,6 +77,8 @@ def _parse(argv: Sequence[str]) -> Arguments:
             raise ConfigError("a worker needs --router HOST:PORT", field="router")
         check_reachable(known.router, "router")
     config = load_config(known.config, parse_flags(rest))
+    if known.port and config.worker_host != "auto":
+        free_port(config.worker_host, known.port, "port")  # before anything slow is loaded
     if known.kind in roles and (known.kind == Role.AGGREGATED.value) != config.aggregated:
         raise ConfigError(f"role {known.kind} does not go with this transceiver.backend", field="transceiver.backend")
     name = known.name or (ROUTER if known.kind == ROUTER else f"{known.kind}-0")
