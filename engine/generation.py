@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.core import BlockTable, DecodeLeg, KVFerryError, RequestCancelledError, TokenRange, TransferError, UnavailableError
+from kvferry.core import (
+    BlockTable,
+    DecodeLeg,
+    KVFerryError,
+    RequestCancelledError,
+    TokenRange,
+    TransferError,
+    UnavailableError,
+)
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit

@@ -6,7 +6,15 @@ import pytest
 from echo_engine import BLOCK, LAYOUT, expected_output
 from echo_link import Pair
 
-from kvferry.core import DecodeLeg, FinishReason, PrefillLeg, RequestCancelledError, SamplingParams, TransferError, UnavailableError
+from kvferry.core import (
+    DecodeLeg,
+    FinishReason,
+    PrefillLeg,
+    RequestCancelledError,
+    SamplingParams,
+    TransferError,
+    UnavailableError,
+)
 
 
 @pytest.mark.parametrize("versions", [("V2", "V2"), ("V1", "V1")])

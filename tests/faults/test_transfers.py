@@ -1,4 +1,4 @@
-"""Transfers that are slow, lost, cut or in doubt: the answer is golden or an error, and no block is lost or used early."""
+"""Transfers that are slow, lost, cut or in doubt: every answer is golden, no block is lost, none is used early."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ Prompt = Callable[[int, int], list[int]]
 @pytest.fixture(scope="module")
 def shaky(start_plain: Any) -> Iterator[PlainCluster]:
     """Both workers' agents and forward passes misbehave on command; pools of 768 tokens."""
-    settings = {"transceiver.transfer_timeout_ms": int(1000 * TIMEOUT_S), "transceiver.lease_s": LEASE_S, "router.worker_wait_s": 1}
+    settings = {
+        "transceiver.transfer_timeout_ms": int(1000 * TIMEOUT_S),
+        "transceiver.lease_s": LEASE_S,
+        "router.worker_wait_s": 1,
+    }
     cluster = start_plain(1, 1, BLOCKS, faulty=("prefill-0", "decode-0"), **settings)
     yield cluster
     cluster.close()
@@ -35,14 +39,19 @@ def shaky(start_plain: Any) -> Iterator[PlainCluster]:
 
 @pytest.fixture(autouse=True)
 def as_before(shaky: PlainCluster, golden: Any, prompt: Prompt) -> Iterator[None]:
-    """After each test every block is free again, and a transfer works."""
+    """After each test every block is free again, and transfers work, at the latest when a first contact that was
+    lost too has been given up."""
     yield
     shaky.servers["decode-0"].tell("calm")
     shaky.assert_baseline(within_s=TIMEOUT_S + LEASE_S + 2)
-    ids = prompt(33, time.monotonic_ns())
-    probe = shaky.complete(ids)
-    golden(ids, probe)
-    assert probe.route["transferred_bytes"] > 0
+
+    def transfers() -> bool:
+        ids = prompt(33, time.monotonic_ns())
+        probe = shaky.complete(ids)
+        golden(ids, probe)
+        return bool(probe.route["transferred_bytes"] > 0)
+
+    shaky.eventually(transfers, "transfers do not work again", within_s=10)
 
 
 def health(cluster: PlainCluster) -> int:
