@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.core import SamplingParams
+from kvferry.engine import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 KV_TOKEN_NBYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, dim, fp32
@@ -65,6 +66,17 @@ def test_lengths_around_blocks_are_golden(
     assert completed.usage["prompt_tokens"] == length
     moved = completed.route["transferred_bytes"]
     assert moved == length * KV_TOKEN_NBYTES
+
+
+def test_through_the_cluster_is_as_in_process(cluster: Any, smollm2_dir: Path, long_ids: list[int]) -> None:
+    prompts = [long_ids[100:140], long_ids[150:167], long_ids[400:600]]
+    choices = [GREEDY, SamplingParams(seed=7, max_tokens=16, ignore_eos=True, top_p=0.9), GREEDY]
+    with LLM(smollm2_dir, threads=1, kv_bytes=128 << 20) as llm:
+        alone = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], choices)
+    for prompt, sampling, expected in zip(prompts, choices, alone, strict=True):
+        completed = cluster.complete(prompt, sampling)
+        assert completed.route["disaggregated"]
+        assert (completed.token_ids, completed.text) == (expected.token_ids, expected.text)
 
 
 def test_first_logprobs_agree_with_the_reference(cluster: Any, reference: Any, model: Any, long_ids: list[int]) -> None:
