@@ -93,4 +93,5 @@ async def test_a_dead_engine_answers_everybody() -> None:
     thread.start(counter, asyncio.get_running_loop())
     with pytest.raises(UnavailableError, match="died"):
         await asyncio.wait_for(stream.get(), 5)
+    thread.close()  # waits for its last moments
     assert not thread.alive
