@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.core import AxisOrder, ConfigError, KVLayout
+from kvferry.core import AxisOrder, ConfigError, GroupKind, KVLayout
 from kvferry.kvcache import KVPool
 
 
@@ -48,9 +48,18 @@ class PagedAttention:
             for index, layer in enumerate(pool.layout.layers)
         }
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         step, index = self._where[layer]
-        return step.attend(index, q, k, v, scale)
+        return step.attend(index, q, k, v, scale, sinks)
 
 
 class _GroupStep:
@@ -58,23 +67,33 @@ class _GroupStep:
 
     def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int) -> None:
         layout = pool.layout
-        if layout.planes != 2 or layout.kind.is_state:
+        if layout.kind.is_state:
             raise ConfigError(f"a {layout.kind.value} layer group has no K and V to attend over", field="kv_cache")
         spans = _spans(layout, chunks, group)
+        self._planes = layout.planes
         self._writes = _Writes(pool, spans)
         singles = [span for span in spans if span.length == 1]
         batches = decode_batches([len(span.blocks) for span in singles])
         self._decodes = [_DecodeBatch(pool, [singles[index] for index in batch]) for batch in batches]
         self._chunks = [_LongChunk(pool, span) for span in spans if span.length > 1]
 
-    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """index: the layer's place in the group."""
+        v = k if self._planes == 1 else v
         self._writes.write(index, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for batch in self._decodes:
-            out[batch.rows] = batch.attend(index, q[batch.rows], scale)
+            out[batch.rows] = batch.attend(index, q[batch.rows], scale, sinks)
         for chunk in self._chunks:
-            out[chunk.rows] = chunk.attend(index, q[chunk.rows], k[chunk.rows], v[chunk.rows], scale)
+            out[chunk.rows] = chunk.attend(index, q[chunk.rows], k[chunk.rows], v[chunk.rows], scale, sinks)
         return out
 
 
@@ -100,7 +119,7 @@ def _spans(layout: KVLayout, chunks: Sequence[AttentionChunk], group: int) -> li
     block, spans, row = layout.tokens_per_block, [], 0
     for chunk in chunks:
         first = chunk.first_blocks[group]
-        lowest = 0 if layout.window is None else max(0, chunk.start + 1 - layout.window)
+        lowest = lowest_attended(layout, chunk.start)
         begin, end = max(first, lowest // block), layout.blocks_for(chunk.stop)
         blocks = tuple(chunk.block_tables[group][begin - first : end - first])
         assert len(blocks) == end - begin, "the block table covers the step's tokens"
@@ -108,6 +127,15 @@ def _spans(layout: KVLayout, chunks: Sequence[AttentionChunk], group: int) -> li
         spans.append(_Span(row, chunk.start, chunk.length, blocks, begin * block, lowest))
         row += chunk.length
     return spans
+
+
+def lowest_attended(layout: KVLayout, position: int) -> int:
+    """The first position that the token at `position` attends to."""
+    if layout.window is None:
+        return 0
+    if layout.kind is GroupKind.CHUNKED:
+        return position // layout.window * layout.window
+    return max(0, position + 1 - layout.window)
 
 
 _CALL_COST_BLOCKS = 32
@@ -141,20 +169,21 @@ class _Writes:
         positions = [position - span.origin for span in spans for position in range(span.start, span.stop)]
         owners = [span for span in spans for _ in range(span.length)]
         slots = [span.blocks[position // block] for span, position in zip(owners, positions, strict=True)]
-        first = torch.tensor(slots, dtype=torch.int64, device=device) * (len(layout.layers) * 2)
+        first = torch.tensor(slots, dtype=torch.int64, device=device) * (len(layout.layers) * layout.planes)
         offset = torch.tensor([position % block for position in positions], dtype=torch.int64, device=device)
-        planes = torch.arange(2, device=device).view(2, 1, 1)
+        planes = torch.arange(layout.planes, device=device).view(-1, 1, 1)
         heads = torch.arange(layout.kv_heads, device=device)
         first = (planes + first.view(-1, 1)) * layout.kv_heads * block
         offset = offset.view(-1, 1)
         heads_first = layout.axis_order is AxisOrder.HEAD_TOKEN
         inner = heads * block + offset if heads_first else offset * layout.kv_heads + heads
         self._rows = (first + inner).flatten()
-        self._layer_rows = 2 * layout.kv_heads * block
+        self._layer_rows = layout.planes * layout.kv_heads * block
         self._pool = pool.view.view(-1, layout.head_dim)
+        self._planes = layout.planes
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        source = torch.stack((k, v)).view(-1, k.shape[-1])
+        source = torch.stack((k, v)[: self._planes]).view(-1, k.shape[-1])
         self._pool.index_copy_(0, self._rows + index * self._layer_rows, source.to(self._pool.dtype))
 
 
@@ -172,8 +201,8 @@ class _Gather:
         self._layout, self._spans = layout, len(spans)
         self._blocks = max(len(span.blocks) for span in spans)
         padded = [span.blocks + span.blocks[:2][-1:] * (self._blocks - len(span.blocks)) for span in spans]
-        slots = torch.tensor(padded, dtype=torch.int64, device=device) * (len(layout.layers) * 2)
-        planes = slots + torch.arange(2, device=device).view(2, 1, 1)
+        slots = torch.tensor(padded, dtype=torch.int64, device=device) * (len(layout.layers) * layout.planes)
+        planes = slots + torch.arange(layout.planes, device=device).view(-1, 1, 1)
         self._heads_first = layout.axis_order is AxisOrder.HEAD_TOKEN
         if self._heads_first:
             heads = torch.arange(layout.kv_heads, device=device).view(-1, 1)
@@ -182,7 +211,7 @@ class _Gather:
         else:
             self._units = planes.flatten()
             self._pool = pool.view.view(-1, block * layout.kv_heads * layout.head_dim)
-        self._layer_units = 2 * layout.kv_heads if self._heads_first else 2
+        self._layer_units = layout.planes * (layout.kv_heads if self._heads_first else 1)
         # One buffer for all layers: fresh pages for each would cost more than the copy.
         self._copy = torch.empty((len(self._units), self._pool.shape[1]), dtype=self._pool.dtype, device=device)
         self.positions = torch.arange(self._blocks * block, device=device)
@@ -196,23 +225,24 @@ class _Gather:
     def _hole_rows(self, holes: torch.Tensor) -> torch.Tensor:
         """holes: int64 [n, 2], span and token. Rows of head_dim elements in the copy."""
         heads = torch.arange(self._layout.kv_heads, device=holes.device)
-        spans = torch.arange(2, device=holes.device).view(2, 1, 1) * self._spans + holes[:, :1]
+        planes = torch.arange(self._layout.planes, device=holes.device).view(-1, 1, 1)
+        spans = planes * self._spans + holes[:, :1]
         tokens, size, count = holes[:, 1:], len(heads), len(self.positions)
         rows = (spans * size + heads) * count + tokens if self._heads_first else (spans * count + tokens) * size + heads
         return rows.flatten()
 
     def read(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer; valid until the next read."""
+        """K and V of one layer (one tensor where the cache has one plane); valid until the next read."""
         torch.index_select(self._pool, 0, self._units + index * self._layer_units, out=self._copy)
         layout = self._layout
         self._copy.view(-1, layout.head_dim).index_fill_(0, self._holes, 0)
         if self._heads_first:
-            shape = (2, self._spans, layout.kv_heads, len(self.positions), layout.head_dim)
+            shape = (layout.planes, self._spans, layout.kv_heads, len(self.positions), layout.head_dim)
             both = self._copy.view(shape).to(dtype)
         else:
-            shape = (2, self._spans, len(self.positions), layout.kv_heads, layout.head_dim)
+            shape = (layout.planes, self._spans, len(self.positions), layout.kv_heads, layout.head_dim)
             both = self._copy.view(shape).transpose(2, 3).to(dtype)
-        return both[0], both[1]
+        return both[0], both[-1]
 
 
 class _DecodeBatch:
@@ -223,30 +253,40 @@ class _DecodeBatch:
         self._gather = _Gather(pool, spans)
         self._mask = _additive(self._gather.valid.view(len(spans), 1, 1, -1))
 
-    def attend(self, index: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, index: int, q: torch.Tensor, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
         k, v = self._gather.read(index, q.dtype)
-        grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
-        return scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask.to(q.dtype), scale=scale).reshape(
-            q.shape
-        )
+        grouped, mask = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2]), self._mask.to(q.dtype)
+        if sinks is not None:
+            grouped, k, v, mask = with_sinks(grouped, k, v, mask, sinks.view(1, k.shape[1], -1, 1), scale)
+        mixed = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        return mixed[..., : q.shape[2]].reshape(q.shape)
 
 
 class _LongChunk:
     """Several tokens of one sequence. A first chunk attends to itself alone and reads nothing back."""
 
     def __init__(self, pool: KVPool, span: _Span) -> None:
-        window, device = pool.layout.window, pool.view.device
+        layout, device = pool.layout, pool.view.device
         self.rows = slice(span.row, span.row + span.length)
         self._stored = pool.view.dtype
         self._gather = _Gather(pool, [span]) if span.start > 0 else None
         self._mask: torch.Tensor | None = None
-        if self._gather is not None or (window is not None and window < span.length):
+        if self._gather is not None or (layout.window is not None and layout.window < span.length):
             keys = torch.arange(span.length, device=device) if self._gather is None else self._gather.positions
             queries = torch.arange(span.start - span.origin, span.stop - span.origin, device=device).view(-1, 1)
-            allowed = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+            lowest = [lowest_attended(layout, position) - span.origin for position in range(span.start, span.stop)]
+            allowed = (keys <= queries) & (keys >= torch.tensor(lowest, device=device).view(-1, 1))
             self._mask = _additive(allowed)
 
-    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         if self._gather is None:
             # Through the stored type, so that a prompt computed whole equals one computed in chunks.
             k, v = (x.to(self._stored).to(q.dtype).transpose(0, 1) for x in (k, v))
@@ -256,10 +296,33 @@ class _LongChunk:
         share = heads // k.shape[0]
         grouped = q.view(length, k.shape[0], share, dim).permute(1, 2, 0, 3)
         k, v = (x.unsqueeze(1).expand(-1, share, -1, -1) for x in (k, v))
-        mixed = scaled_dot_product_attention(
-            grouped, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale
-        )
-        return mixed.permute(2, 0, 1, 3).reshape(q.shape)
+        mask = self._mask
+        if sinks is not None:
+            mask = _additive(torch.ones(length, length, device=q.device).tril() > 0) if mask is None else mask
+            grouped, k, v, mask = with_sinks(grouped, k, v, mask, sinks.view(-1, share, 1, 1), scale)
+        mixed = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        return mixed[..., :dim].permute(2, 0, 1, 3).reshape(q.shape)
+
+
+_SINK_DIMS = 8
+"""One would do; kernels like head dims that are multiples of 8."""
+
+
+def with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v, mask with one more key whose score is the head's sink and whose value is nothing.
+
+    q: [..., queries, dim]; k, v: [..., keys, dim]; mask: additive, [..., queries, keys]; sinks: broadcast to
+    [..., queries, 1]. The sink is a coordinate of its own, in which q holds it and only the new key is not 0: so any
+    attention kernel serves, and no mask per head is needed. The results have `_SINK_DIMS` more dimensions, all 0.
+    """
+    q, k, v = (torch.nn.functional.pad(x, (0, _SINK_DIMS)) for x in (q, k, v))
+    dim = q.shape[-1] - _SINK_DIMS
+    q[..., dim] = sinks.to(q.dtype).expand(*q.shape[:-1], 1).squeeze(-1) / scale
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    k[..., -1, dim] = 1.0
+    return q, k, v, torch.nn.functional.pad(mask, (0, 1))
 
 
 def _additive(allowed: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,19 @@ from kvferry.core import DType, KVLayout, ModelLimits
 class Attention(Protocol):
     """Writes this step's K and V to the paged cache and attends over everything each sequence has there."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """layer: global layer id. q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """layer: global layer id. q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Where the layer's
+        cache has one plane, k stands for both and v is not looked at.
+        sinks: [heads], one more logit in each head's softmax, with nothing behind it.
         Returns [tokens, heads, head_dim]. Rows are the step's tokens, all sequences concatenated."""
         ...
 

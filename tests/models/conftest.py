@@ -8,28 +8,48 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import random_checkpoint
 
+from kvferry.core import DType, GroupKind, KVLayout
 from kvferry.models import ForwardBatch, Linear, load_model
 
 Logits = Callable[[Path, Sequence[int]], torch.Tensor]
-Checkpoint = Callable[[Any], Path]
+Checkpoint = Callable[..., Path]
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     return lambda x: torch.nn.functional.linear(x, weight, bias)
 
 
-def _dense_attention(windows: dict[int, int | None]) -> Callable[..., torch.Tensor]:
+def _dense_attention(layouts: Sequence[KVLayout]) -> Callable[..., torch.Tensor]:
     """Causal attention of one whole sequence over itself, by the textbook."""
+    layout_of = {layer: layout for layout in layouts for layer in layout.layers}
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        layout = layout_of[layer]
+        assert k.shape[1:] == (layout.kv_heads, layout.head_dim)
+        v = k if layout.planes == 1 else v
         share, n = q.shape[1] // k.shape[1], len(q)
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        distance = torch.arange(n).view(-1, 1) - torch.arange(n)
-        window = windows[layer]
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        rows, columns = torch.arange(n).view(-1, 1), torch.arange(n)
+        hidden = columns > rows
+        if layout.window is not None and layout.kind is GroupKind.CHUNKED:
+            hidden |= rows // layout.window != columns // layout.window
+        elif layout.window is not None:
+            hidden |= rows - columns >= layout.window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, n, 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :n], v)
 
     return attend
 
@@ -39,31 +59,33 @@ def our_logits() -> Logits:
     """`our_logits(model_dir, token_ids)`: float32 [tokens, vocab] of the native model."""
 
     def run(model_dir: Path, token_ids: Sequence[int]) -> torch.Tensor:
-        from kvferry.core import DType
-
         model = load_model(model_dir, plain_linear)
-        layouts = model.layouts(16, DType.FLOAT32)
-        windows = {layer: layout.window for layout in layouts for layer in layout.layers}
         rows = torch.arange(len(token_ids))
-        batch = ForwardBatch(torch.tensor(list(token_ids)), rows, rows, _dense_attention(windows))
+        batch = ForwardBatch(
+            torch.tensor(list(token_ids)), rows, rows, _dense_attention(model.layouts(16, DType.FLOAT32))
+        )
         return model.forward(batch)
 
     return run
 
 
+@pytest.fixture(scope="session")
+def assert_logits(our_logits: Logits, reference: Any) -> Callable[[Path], None]:
+    """`assert_logits(model_dir)`: at every one of 100 positions the logits are those of transformers."""
+
+    def check(model_dir: Path) -> None:
+        model = reference.load(model_dir)
+        vocab = model.config.get_text_config().vocab_size
+        token_ids = torch.randint(3, vocab, (100,), generator=torch.Generator().manual_seed(7)).tolist()
+        expected = reference.logits(model, token_ids)
+        assert expected.std() > 0.1, "a flat reference would prove nothing"
+        tolerance = 1e-4 * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(our_logits(model_dir, token_ids), expected, rtol=0, atol=tolerance)
+
+    return check
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     """`checkpoint(transformers_config)`: a random checkpoint of it, every weight (norms and biases too) drawn."""
-
-    def write(config: Any) -> Path:
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-        model.save_pretrained(tmp_path / "checkpoint")
-        return tmp_path / "checkpoint"
-
-    return write
+    return lambda config, auto="AutoModelForCausalLM": random_checkpoint(config, tmp_path / "checkpoint", auto)
