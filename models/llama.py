@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
 from kvferry.models.base import CausalLM, Config, ForwardBatch, LinearFactory, Weights
+from kvferry.models.checked import count
 from kvferry.models.layers import GatedMLP, PackedRow, RMSNorm, SelfAttention, load_packed
 from kvferry.models.rope import Rope, rope_from_config
 
@@ -67,24 +67,24 @@ class LlamaConfig:
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise CheckpointError(f"config.json: hidden_act is {activation!r}; known: silu", field="hidden_act")
-        heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-        kv_heads = _count(config, "num_key_value_heads", heads)
+        heads, hidden = count(config, "num_attention_heads"), count(config, "hidden_size")
+        kv_heads = count(config, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})",
                 field="num_key_value_heads",
             )
-        head_dim, layers = _count(config, "head_dim", hidden // heads), _count(config, "num_hidden_layers")
+        head_dim, layers = count(config, "head_dim", hidden // heads), count(config, "num_hidden_layers")
         attention_bias = bool(config.get("attention_bias", False))
         return cls(
-            vocab_size=_count(config, "vocab_size"),
+            vocab_size=count(config, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_count(config, "intermediate_size"),
+            intermediate_size=count(config, "intermediate_size"),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            max_context_tokens=_count(config, "max_position_embeddings"),
+            max_context_tokens=count(config, "max_position_embeddings"),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             rope=rope_from_config(config, head_dim),
             tied=bool(config.get("tie_word_embeddings", False)),
@@ -194,27 +194,16 @@ def _load_attention(c: LlamaConfig, index: int, weights: Weights, linear: Linear
     )
 
 
-def _count(config: Config, key: str, default: int | None = None) -> int:
-    value: Any = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"config.json lacks {key}", field=key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be a whole number of at least 1, got {value!r}", field=key)
-    return value
-
-
 def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
     """Mistral's window holds for every layer; Qwen's needs use_sliding_window and spares the first layers."""
     window = config.get("sliding_window")
     if window is None or not config.get("use_sliding_window", True):
         return (None,) * layers
-    size = _count(config, "sliding_window")
+    size = count(config, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is not None:
         if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
             raise CheckpointError(f"config.json: bad layer_types for {layers} layers: {kinds!r}", field="layer_types")
         return tuple(size if kind == "sliding_attention" else None for kind in kinds)
-    spared = _count(config, "max_window_layers") if "max_window_layers" in config else 0
+    spared = count(config, "max_window_layers") if "max_window_layers" in config else 0
     return tuple(None if layer < spared else size for layer in range(layers))

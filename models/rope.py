@@ -33,6 +33,14 @@ class Rope:
         scale = torch.where(self.inv_freq > 0, self.scale, 1.0).float().expand_as(angles)
         return torch.polar(scale.contiguous(), angles).to(device)
 
+    def turn(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same for the positions given, int64 [tokens]: complex64 [tokens, 1, head_dim / 2]. No table is kept,
+        which for a context of a million tokens would be larger than many a model."""
+        inv_freq = self.inv_freq.to(positions.device)
+        angles = torch.outer(positions.float(), inv_freq.float())
+        scale = torch.where(inv_freq > 0, self.scale, 1.0).float().expand_as(angles)
+        return torch.polar(scale.contiguous(), angles).unsqueeze(1)
+
     def interleave(self, rows: torch.Tensor) -> torch.Tensor:
         """Reorders the first axis, [heads * head_dim, ...], so that pairs stand side by side in each head."""
         half = self.rotary_dim // 2
@@ -65,12 +73,19 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
         inv_freq = inv_freq / _required(scaling, "factor")
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, scaling)
+    elif kind == "proportional":
+        # The turning pairs are spaced as if all dimensions turned, and partners stand half a head apart.
+        turning = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / head_dim
+        inv_freq = 1.0 / base**turning / _number("rope_scaling.factor", scaling.get("factor", 1.0))
+        inv_freq = torch.cat((inv_freq, torch.zeros((head_dim - rotary_dim) // 2, dtype=torch.float64)))
+        rotary_dim = head_dim
     elif kind == "yarn":
         original = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings", 0)
         inv_freq, scale = _yarn(inv_freq, scaling, base, float(original))
     elif kind not in ("default", "dynamic"):  # dynamic differs only beyond max_position_embeddings, our limit
         raise CheckpointError(
-            f"config.json: rope_type {kind!r} is not known; known: default, dynamic, linear, llama3, yarn",
+            f"config.json: rope_type {kind!r} is not known; known: default, dynamic, linear, llama3, "
+            "proportional, yarn",
             field="rope_scaling",
         )
     still = torch.zeros((head_dim - rotary_dim) // 2, dtype=torch.float64)

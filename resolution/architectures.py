@@ -17,6 +17,9 @@ _INNER_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_conf
 _MISSING = object()
 
 LLAMA = "kvferry.models.llama:Llama"
+GEMMA3 = "kvferry.models.gemma3:Gemma3"
+GPT_OSS = "kvferry.models.gpt_oss:GptOss"
+LLAMA4 = "kvferry.models.llama4:Llama4"
 
 
 def lookup(config: Config, key: str, default: Any) -> Any:
@@ -66,9 +69,10 @@ PREFERRING = (
         "Llama4ForCausalLM",
         prefers_runtime=PYTHON,
         prefers_manager=V2,
+        implementation=LLAMA4,
     ),
-    _prefers_both("Gemma3ForCausalLM", "gemma3_text"),
-    _wrapper("Gemma3ForConditionalGeneration", "gemma3", "Gemma3ForCausalLM"),
+    _prefers_both("Gemma3ForCausalLM", "gemma3_text", implementation=GEMMA3),
+    _wrapper("Gemma3ForConditionalGeneration", "gemma3", "Gemma3ForCausalLM", implementation=GEMMA3),
     _prefers_both(
         "Gemma4ForCausalLM",
         "gemma4_text",
@@ -82,7 +86,7 @@ PREFERRING = (
     ),
     _wrapper("Gemma4ForConditionalGeneration", "gemma4", "Gemma4ForCausalLM"),
     _wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "Gemma4ForCausalLM"),
-    _prefers_both("GptOssForCausalLM", "gpt_oss"),
+    _prefers_both("GptOssForCausalLM", "gpt_oss", implementation=GPT_OSS),
     _prefers_both("DeepseekV3ForCausalLM", "deepseek_v3"),
     _prefers_both(
         "DeepseekV32ForCausalLM", "deepseek_v32", requires_manager=_indexed_manager, example={"index_topk": 2048}
@@ -120,6 +124,7 @@ PREFERRING = (
 WITHOUT_PREFERENCE = (
     Card("MistralForCausalLM", implementation=LLAMA, example={"model_type": "mistral"}),
     Card("Qwen2ForCausalLM", implementation=LLAMA, example={"model_type": "qwen2"}),
+    Card("Llama4ForCausalLM", implementation=LLAMA4, example={"model_type": "llama4_text"}),
     Card("Qwen3ForCausalLM", implementation=LLAMA, example={"model_type": "qwen3"}),
     Card(
         "GraniteMoeHybridForCausalLM",
@@ -167,7 +172,6 @@ _PLAIN = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "Jais2ForCausalLM": "jais2",
-    "Llama4ForCausalLM": "llama4_text",
     "LongcatFlashForCausalLM": "longcat_flash",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",
     "MiniCPM3ForCausalLM": "minicpm3",

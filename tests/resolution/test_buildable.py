@@ -66,13 +66,13 @@ def test_features_are_not_built(settings: dict[str, Any], setting: str) -> None:
 
 
 def test_a_known_architecture_without_a_forward_pass_says_so_when_loaded_not_when_resolved() -> None:
-    resolution = resolved("GptOssForCausalLM")
+    resolution = resolved("MiniMaxM2ForCausalLM")
     assert build_gaps(resolution) == ()
     for load in (
         lambda: check_buildable(resolution),
-        lambda: required_implementation(find_card({"architectures": ["GptOssForCausalLM"]})),
+        lambda: required_implementation(find_card({"architectures": ["MiniMaxM2ForCausalLM"]})),
     ):
-        with pytest.raises(ResolutionError, match="GptOssForCausalLM is known") as raised:
+        with pytest.raises(ResolutionError, match="MiniMaxM2ForCausalLM is known") as raised:
             load()
         assert raised.value.field == "model"
         assert "LlamaForCausalLM" in raised.value.message

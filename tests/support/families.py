@@ -1,0 +1,49 @@
+"""One tiny transformers config per family, with windows, chunks and blocks small enough to cross in a short prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Gemma3TextConfig, GptOssConfig, Llama4TextConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BLOCK = 16
+WINDOW = 20
+CHUNK = 24
+LENGTHS = (1, 2, 15, 16, 17, 19, 20, 21, 23, 24, 25, 32, 33, 47, 48, 49, 72, 73, 100)
+"""Around a block, the window and the chunk, once and several times over."""
+
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+def _gemma3() -> Any:
+    return Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=ALTERNATING, query_pre_attn_scalar=20)
+
+
+def _llama4() -> Any:
+    sparse = {"num_local_experts": 4, "interleave_moe_layer_step": 2}
+    return Llama4TextConfig(**SIZES, **sparse, attention_chunk_size=CHUNK, intermediate_size_mlp=64, floor_scale=8)
+
+
+def _gpt_oss() -> Any:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False}
+    rope = {**yarn, "rope_theta": 1000.0}
+    return GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW, rope_parameters=rope
+    )
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {"gemma3": _gemma3, "llama4": _llama4, "gpt_oss": _gpt_oss}
