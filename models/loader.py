@@ -13,6 +13,7 @@ import torch
 
 from kvferry.core import CheckpointError, ConfigError, Registry
 from kvferry.models.base import CausalLM, Config, LinearFactory, Weights
+from kvferry.models.checked import text_config
 from kvferry.models.convert import convert_gguf
 from kvferry.models.fingerprint import checkpoint_fingerprint
 from kvferry.models.progress import ProgressCallback
@@ -86,8 +87,21 @@ def load_model(
     """The model in `model_dir`, its weights read, packed by `linear` and held by the result alone."""
     config = read_config(model_dir)
     build = find_implementation(config)
+    _refuse_quantised(config)
     with CheckpointWeights(Path(model_dir), dtype, torch.device(device)) as weights:
         return build(config, weights, linear)
+
+
+def _refuse_quantised(config: Config) -> None:
+    """Weights that need scales beside them would load, and compute nonsense. Only mxfp4 experts are dequantised."""
+    method = (text_config(config).get("quantization_config") or config.get("quantization_config") or {}).get(
+        "quant_method"
+    )
+    if method is not None and method != "mxfp4":
+        raise CheckpointError(
+            f"config.json: weights quantised by {method!r} cannot be loaded; convert the checkpoint to bfloat16 first",
+            field="quantization_config",
+        )
 
 
 def model_fingerprint(model_dir: Path) -> str:

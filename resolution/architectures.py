@@ -18,6 +18,7 @@ _MISSING = object()
 
 LLAMA = "kvferry.models.llama:Llama"
 GEMMA3 = "kvferry.models.gemma3:Gemma3"
+DEEPSEEK = "kvferry.models.deepseek:Deepseek"
 GPT_OSS = "kvferry.models.gpt_oss:GptOss"
 LLAMA4 = "kvferry.models.llama4:Llama4"
 
@@ -87,7 +88,7 @@ PREFERRING = (
     _wrapper("Gemma4ForConditionalGeneration", "gemma4", "Gemma4ForCausalLM"),
     _wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "Gemma4ForCausalLM"),
     _prefers_both("GptOssForCausalLM", "gpt_oss", implementation=GPT_OSS),
-    _prefers_both("DeepseekV3ForCausalLM", "deepseek_v3"),
+    _prefers_both("DeepseekV3ForCausalLM", "deepseek_v3", implementation=DEEPSEEK),
     _prefers_both(
         "DeepseekV32ForCausalLM", "deepseek_v32", requires_manager=_indexed_manager, example={"index_topk": 2048}
     ),

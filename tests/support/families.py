@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import Gemma3TextConfig, GptOssConfig, Llama4TextConfig
+from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig, Llama4TextConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -46,4 +46,16 @@ def _gpt_oss() -> Any:
     )
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {"gemma3": _gemma3, "llama4": _llama4, "gpt_oss": _gpt_oss}
+def _deepseek() -> Any:
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"num_key_value_heads": 6}
+    latent = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16}
+    sparse = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+    return DeepseekV3Config(**sizes, **latent, **sparse, moe_intermediate_size=24, first_k_dense_replace=1)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma3": _gemma3,
+    "llama4": _llama4,
+    "gpt_oss": _gpt_oss,
+    "deepseek": _deepseek,
+}
