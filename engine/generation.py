@@ -212,7 +212,10 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
     def _begin_decoding(self, sequence: DecodeSequence, nbytes: int) -> None:
         assert sequence.cache is not None
         sequence.transferred_bytes += nbytes
-        sequence.cache.advance(len(sequence.tokens) - 1)
+        # What a window had dropped at the source did not come. An advance keeps blocks that it made stale for the
+        # commit to publish; the second one lets go of them before that.
+        for _ in range(2):
+            sequence.cache.advance(len(sequence.tokens) - 1)
         sequence.cache.commit(sequence.tokens)
         sequence.mark("loaded")
         sequence.leg.to(DecodeLeg.RUNNING)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from checkpoints import random_checkpoint
-from families import BLOCK, FAMILIES, LENGTHS
+from families import BLOCK, FAMILIES, LENGTHS, NEEDS_V2
 
 from kvferry.core import SamplingParams
 from kvferry.engine import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-NEEDS_V2: frozenset[str] = frozenset()
 
 
 @pytest.fixture(scope="module")

@@ -59,3 +59,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_oss": _gpt_oss,
     "deepseek": _deepseek,
 }
+
+NEEDS_V2: frozenset[str] = frozenset()
+"""Families that manager V1 cannot serve."""

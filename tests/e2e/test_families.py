@@ -1,0 +1,107 @@
+"""Every family through prefill -> NIXL -> decode in processes of their own, without Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import random_checkpoint
+from families import BLOCK, FAMILIES, LENGTHS
+from plain_cluster import PlainCluster
+
+from kvferry.core import DType, GroupKind, KVLayout, SamplingParams
+from kvferry.models import load_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+ON_V1 = ("gemma3", "deepseek")
+"""A cluster takes its time to start; on V1 the families differ in nothing but what attention makes of a table."""
+CASES = [(name, "V2") for name in FAMILIES] + [(name, "V1") for name in ON_V1]
+
+
+class FamilyPair:
+    """One prefill and one decode worker over a family's checkpoint."""
+
+    def __init__(self, name: str, manager: str, cluster: PlainCluster) -> None:
+        self.name, self.manager, self.cluster = name, manager, cluster
+        model = load_model(cluster.model_dir, lambda weight, bias=None: lambda x: x)
+        self.layouts = model.layouts(BLOCK, DType.FLOAT32)
+
+    def cold_nbytes(self, tokens: int) -> int:
+        """Of a prompt that decode knows nothing of: what its next token can look back to, in whole blocks."""
+        return sum((tokens - self._oldest(layout, tokens)) * layout.token_nbytes for layout in self.layouts)
+
+    def _oldest(self, layout: KVLayout, tokens: int) -> int:
+        if layout.window is None or self.manager == "V1":
+            return 0
+        chunked = layout.kind is GroupKind.CHUNKED
+        oldest = tokens // layout.window * layout.window if chunked else max(0, tokens + 1 - layout.window)
+        return min(tokens, oldest // BLOCK * BLOCK)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path
+) -> Iterator[FamilyPair]:
+    name, manager = request.param
+    work_dir = tmp_path_factory.mktemp(f"{name}-{manager}")
+    model_dir = random_checkpoint(FAMILIES[name](), work_dir / "model")
+    for file in tiny_llama_dir.glob("tokenizer*"):
+        shutil.copy(file, model_dir)
+    settings = {
+        "kv_cache.manager": manager,
+        "kv_cache.bytes": 16 << 20,
+        "kv_cache.tokens_per_block": BLOCK,
+        "engine.threads": 1,
+        "state_dir": work_dir,
+        "transceiver.backend": "NIXL",
+        "transceiver.runtime": "PYTHON",
+    }
+    cluster = PlainCluster(model_dir, work_dir, settings)
+    try:
+        cluster.start(prefill=1, decode=1)
+        yield FamilyPair(name, manager, cluster)
+    finally:
+        cluster.close()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [3 + (7 * i + 31 * seed + i * i % 13) % 200 for i in range(length)]
+
+
+def test_golden_at_every_boundary_and_the_bytes_are_those_of_the_layouts(
+    pair: FamilyPair, reference: Any, assert_golden: Any
+) -> None:
+    model = reference.load(pair.cluster.model_dir)
+    for length in LENGTHS:
+        prompt = prompt_of(length, length)
+        completed = pair.cluster.complete(prompt, GREEDY)
+        assert completed.route["disaggregated"]
+        assert len(completed.token_ids) == 32
+        assert_golden(model, prompt, completed.token_ids)
+        assert completed.route["transferred_bytes"] == pair.cold_nbytes(length), f"of {length} tokens"
+    pair.cluster.assert_baseline()
+
+
+@pytest.mark.parametrize("shared", [16, 40, 48, 64, 96])
+def test_prompts_that_share_a_beginning_are_golden_on_either_worker(
+    pair: FamilyPair, reference: Any, assert_golden: Any, shared: int
+) -> None:
+    """Decode was sent a window's last blocks only: where an older prefix is asked for again, it may not make do
+    with blocks that it never got."""
+    model = reference.load(pair.cluster.model_dir)
+    first = prompt_of(110, 1000 + shared)
+    for prompt in (first, first, first[:shared] + prompt_of(41, 2000 + shared), first[: shared + 1], first):
+        completed = pair.cluster.complete(prompt, GREEDY)
+        assert_golden(model, prompt, completed.token_ids)
+        assert completed.route["transferred_bytes"] <= pair.cold_nbytes(len(prompt))
+
+
+def test_several_at_once_are_golden(pair: FamilyPair, reference: Any, assert_golden: Any) -> None:
+    model = reference.load(pair.cluster.model_dir)
+    prompts: Sequence[list[int]] = [prompt_of(length, 50 + length) for length in (5, 20, 31, 64, 99, 120)]
+    for prompt, completed in zip(prompts, pair.cluster.complete_all(prompts, GREEDY), strict=True):
+        assert_golden(model, prompt, completed.token_ids)
+    pair.cluster.assert_baseline()
