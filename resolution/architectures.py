@@ -19,6 +19,7 @@ _MISSING = object()
 LLAMA = "kvferry.models.llama:Llama"
 GEMMA3 = "kvferry.models.gemma3:Gemma3"
 DEEPSEEK = "kvferry.models.deepseek:Deepseek"
+GEMMA4 = "kvferry.models.gemma4:Gemma4"
 GPT_OSS = "kvferry.models.gpt_oss:GptOss"
 LLAMA4 = "kvferry.models.llama4:Llama4"
 
@@ -77,6 +78,7 @@ PREFERRING = (
     _prefers_both(
         "Gemma4ForCausalLM",
         "gemma4_text",
+        implementation=GEMMA4,
         requires_manager=_gemma4_manager,
         example={
             "head_dim": 256,
@@ -85,7 +87,7 @@ PREFERRING = (
             "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         },
     ),
-    _wrapper("Gemma4ForConditionalGeneration", "gemma4", "Gemma4ForCausalLM"),
+    _wrapper("Gemma4ForConditionalGeneration", "gemma4", "Gemma4ForCausalLM", implementation=GEMMA4),
     _wrapper("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "Gemma4ForCausalLM"),
     _prefers_both("GptOssForCausalLM", "gpt_oss", implementation=GPT_OSS),
     _prefers_both("DeepseekV3ForCausalLM", "deepseek_v3", implementation=DEEPSEEK),

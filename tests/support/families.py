@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import DeepseekV3Config, Gemma3TextConfig, GptOssConfig, Llama4TextConfig
+from transformers import DeepseekV3Config, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig, Llama4TextConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -53,12 +53,19 @@ def _deepseek() -> Any:
     return DeepseekV3Config(**sizes, **latent, **sparse, moe_intermediate_size=24, first_k_dense_replace=1)
 
 
+def _gemma4() -> Any:
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": SIZES["vocab_size"]}
+    sharing = {"layer_types": ALTERNATING, "num_kv_shared_layers": 2, "global_head_dim": 32}
+    return Gemma4TextConfig(**SIZES, **inputs, **sharing, sliding_window=WINDOW)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "llama4": _llama4,
     "gpt_oss": _gpt_oss,
     "deepseek": _deepseek,
+    "gemma4": _gemma4,
 }
 
-NEEDS_V2: frozenset[str] = frozenset()
+NEEDS_V2 = frozenset({"gemma4"})
 """Families that manager V1 cannot serve."""
