@@ -3,6 +3,7 @@ embedding of its own for every layer, and experts beside the dense feed-forward 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +56,9 @@ class PerLayerInputs:
 
     def __call__(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         shape = (len(x), self.layers, self.size)
-        identity = embedding(token_ids, self.table).view(shape) * self.size**0.5
-        context = self.norm((self.projection(x) * x.shape[1] ** -0.5).view(shape))
-        return (context + identity) * 2.0**-0.5
+        identity = embedding(token_ids, self.table).view(shape) * math.sqrt(self.size)
+        context = self.norm((self.projection(x) * math.sqrt(1 / x.shape[1])).view(shape))
+        return (context + identity) * math.sqrt(0.5)
 
     @classmethod
     def load(cls, c: Gemma4Config, prefix: str, weights: Weights, linear: LinearFactory) -> PerLayerInputs:

@@ -92,7 +92,7 @@ class LlamaConfig:
             out_bias=attention_bias if traits.out_bias is None else traits.out_bias,
             mlp_bias=bool(config.get("mlp_bias", False)) if traits.mlp_bias is None else traits.mlp_bias,
             qk_norm=traits.qk_norm,
-            windows=_windows(config, layers),
+            windows=windows_of(config, layers),
         )
 
 
@@ -194,7 +194,7 @@ def _load_attention(c: LlamaConfig, index: int, weights: Weights, linear: Linear
     )
 
 
-def _windows(config: Config, layers: int) -> tuple[int | None, ...]:
+def windows_of(config: Config, layers: int) -> tuple[int | None, ...]:
     """Mistral's window holds for every layer; Qwen's needs use_sliding_window and spares the first layers."""
     window = config.get("sliding_window")
     if window is None or not config.get("use_sliding_window", True):

@@ -20,6 +20,7 @@ LLAMA = "kvferry.models.llama:Llama"
 GEMMA3 = "kvferry.models.gemma3:Gemma3"
 DEEPSEEK = "kvferry.models.deepseek:Deepseek"
 GEMMA4 = "kvferry.models.gemma4:Gemma4"
+SPARSE_LLAMA = "kvferry.models.sparse_llama:SparseLlama"
 GPT_OSS = "kvferry.models.gpt_oss:GptOss"
 LLAMA4 = "kvferry.models.llama4:Llama4"
 
@@ -128,6 +129,8 @@ WITHOUT_PREFERENCE = (
     Card("MistralForCausalLM", implementation=LLAMA, example={"model_type": "mistral"}),
     Card("Qwen2ForCausalLM", implementation=LLAMA, example={"model_type": "qwen2"}),
     Card("Llama4ForCausalLM", implementation=LLAMA4, example={"model_type": "llama4_text"}),
+    Card("MixtralForCausalLM", implementation=SPARSE_LLAMA, example={"model_type": "mixtral"}),
+    Card("Qwen3MoeForCausalLM", implementation=SPARSE_LLAMA, example={"model_type": "qwen3_moe"}),
     Card("Qwen3ForCausalLM", implementation=LLAMA, example={"model_type": "qwen3"}),
     Card(
         "GraniteMoeHybridForCausalLM",
@@ -181,7 +184,6 @@ _PLAIN = {
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral4ForCausalLM": "mistral4",
-    "MixtralForCausalLM": "mixtral",
     "MllamaForCausalLM": "mllama_text_model",
     "MptForCausalLM": "mpt",
     "NemotronForCausalLM": "nemotron",
@@ -196,7 +198,6 @@ _PLAIN = {
     "PhiMoEForCausalLM": "phimoe",
     "PhimoeForCausalLM": "phimoe",
     "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "SolarOpenForCausalLM": "solar_open",

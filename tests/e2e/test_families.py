@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 from checkpoints import random_checkpoint
-from families import BLOCK, FAMILIES, LENGTHS
+from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS
 from plain_cluster import PlainCluster
 
 from kvferry.core import DType, GroupKind, KVLayout, SamplingParams
 from kvferry.models import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-ON_V1 = ("gemma3", "deepseek")
-"""A cluster takes its time to start; on V1 the families differ in nothing but what attention makes of a table."""
-CASES = [(name, "V2") for name in FAMILIES] + [(name, "V1") for name in ON_V1]
+CASES = [(name, manager) for manager, names in DISAGGREGATED.items() for name in names]
 
 
 class FamilyPair:

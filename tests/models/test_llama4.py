@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import Llama4TextConfig
+from transformers import Llama4Config, Llama4TextConfig
 
 from kvferry.core import CheckpointError, DType, GroupKind
 from kvferry.models import load_model
@@ -44,6 +44,22 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_transformers(name: str, checkpoint: Any, assert_logits: Any) -> None:
     assert_logits(checkpoint(SHAPES[name]))
+
+
+def test_the_text_part_of_a_wrapper(checkpoint: Any, assert_logits: Any) -> None:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+        "vision_output_dim": 16,
+    }
+    config = Llama4Config(text_config=SHAPES["maverick"], vision_config=vision)
+    assert_logits(checkpoint(config, "AutoModelForImageTextToText"))
 
 
 def test_chunked_and_full_layers_are_two_groups(checkpoint: Any) -> None:

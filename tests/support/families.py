@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import DeepseekV3Config, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig, Llama4TextConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -59,13 +68,35 @@ def _gemma4() -> Any:
     return Gemma4TextConfig(**SIZES, **inputs, **sharing, sliding_window=WINDOW)
 
 
+def _mistral() -> Any:
+    return MistralConfig(**SIZES, sliding_window=WINDOW)
+
+
+def _mixtral() -> Any:
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    return MixtralConfig(**sizes, num_local_experts=4, sliding_window=WINDOW)
+
+
+def _qwen3_moe() -> Any:
+    return Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
+    "mistral": _mistral,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "llama4": _llama4,
     "gpt_oss": _gpt_oss,
     "deepseek": _deepseek,
-    "gemma4": _gemma4,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
 }
 
 NEEDS_V2 = frozenset({"gemma4"})
 """Families that manager V1 cannot serve."""
+
+DISAGGREGATED = {
+    "V2": ("mistral", "gemma3", "gemma4", "llama4", "gpt_oss", "deepseek"),
+    "V1": ("gemma3", "deepseek"),
+}
+"""Per manager, which go through two processes: one of each kind of cache, since a cluster takes its time to start."""
