@@ -1,4 +1,4 @@
-"""Attention over the paged cache, in device-neutral torch.
+"""Attention over the paged cache: by the compiled kernels where they can serve, else in device-neutral torch.
 
 The index tensors of a step are built once and serve every layer. Sequences that compute one token are batched:
 their blocks are gathered and attended in one go. A longer chunk is attended alone.
@@ -7,31 +7,16 @@ their blocks are gathered and attended in one go. A longer chunk is attended alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.core import AxisOrder, ConfigError, KVLayout
+from kvferry.core import AxisOrder, ConfigError
+from kvferry.engine.kernels import Kernels, use_native
+from kvferry.engine.spans import AttentionChunk, Span, spans_of
 from kvferry.kvcache import KVPool
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionChunk:
-    """The tokens of one sequence that a step computes: positions [start, start + length).
-
-    block_tables: per layer group, slot ids in token order, enough for start + length tokens; more are ignored.
-    first_blocks: per group, the index of its table's first block (a window may have dropped earlier ones).
-    """
-
-    start: int
-    length: int
-    block_tables: tuple[Sequence[int], ...]
-    first_blocks: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
+from kvferry.models.rope import rotate
 
 
 class PagedAttention:
@@ -40,35 +25,66 @@ class PagedAttention:
     Pages may hold anything, NaN too, where nothing was written yet: such positions never reach a result.
     """
 
-    def __init__(self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk]) -> None:
-        groups = [_GroupStep(pool, chunks, group) for group, pool in enumerate(pools)]
+    def __init__(
+        self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk], kernels: Kernels = Kernels.AUTO
+    ) -> None:
+        groups = [_group_step(pool, chunks, group, kernels) for group, pool in enumerate(pools)]
         self._where = {
             layer: (step, index)
             for step, pool in zip(groups, pools, strict=True)
             for index, layer in enumerate(pool.layout.layers)
         }
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        turn: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         step, index = self._where[layer]
-        return step.attend(index, q, k, v, scale)
+        return step.attend(index, q, k, v, scale, turn)
 
 
-class _GroupStep:
+class GroupStep(Protocol):
     """One step of one layer group."""
 
-    def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int) -> None:
-        layout = pool.layout
-        if layout.planes != 2 or layout.kind.is_state:
-            raise ConfigError(f"a {layout.kind.value} layer group has no K and V to attend over", field="kv_cache")
-        spans = _spans(layout, chunks, group)
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, turn: torch.Tensor | None
+    ) -> torch.Tensor:
+        """index: the layer's place in the group."""
+        ...
+
+
+def _group_step(pool: KVPool, chunks: Sequence[AttentionChunk], group: int, kernels: Kernels) -> GroupStep:
+    layout = pool.layout
+    if layout.planes != 2 or layout.kind.is_state:
+        raise ConfigError(f"a {layout.kind.value} layer group has no K and V to attend over", field="kv_cache")
+    spans = spans_of(layout, chunks, group)
+    if pool.view.dtype is torch.float32 and use_native(kernels, pool.view.device):
+        from kvferry.engine.native_attention import NativeGroupStep
+
+        return NativeGroupStep(pool, spans)
+    return _TorchGroupStep(pool, spans)
+
+
+class _TorchGroupStep:
+    """By gathering blocks and torch's scaled dot product."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         self._writes = _Writes(pool, spans)
         singles = [span for span in spans if span.length == 1]
         batches = decode_batches([len(span.blocks) for span in singles])
         self._decodes = [_DecodeBatch(pool, [singles[index] for index in batch]) for batch in batches]
         self._chunks = [_LongChunk(pool, span) for span in spans if span.length > 1]
 
-    def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """index: the layer's place in the group."""
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, turn: torch.Tensor | None
+    ) -> torch.Tensor:
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
         self._writes.write(index, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for batch in self._decodes:
@@ -76,38 +92,6 @@ class _GroupStep:
         for chunk in self._chunks:
             out[chunk.rows] = chunk.attend(index, q[chunk.rows], k[chunk.rows], v[chunk.rows], scale)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One chunk in one group. row: its first row in the step; blocks: the slots it reads, oldest first;
-    origin: the position their first token has; lowest: the first position its first token attends to."""
-
-    row: int
-    start: int
-    length: int
-    blocks: tuple[int, ...]
-    origin: int
-    lowest: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
-
-
-def _spans(layout: KVLayout, chunks: Sequence[AttentionChunk], group: int) -> list[_Span]:
-    """Cuts each table to the blocks that matter: none past the last token, none wholly out of the window."""
-    block, spans, row = layout.tokens_per_block, [], 0
-    for chunk in chunks:
-        first = chunk.first_blocks[group]
-        lowest = 0 if layout.window is None else max(0, chunk.start + 1 - layout.window)
-        begin, end = max(first, lowest // block), layout.blocks_for(chunk.stop)
-        blocks = tuple(chunk.block_tables[group][begin - first : end - first])
-        assert len(blocks) == end - begin, "the block table covers the step's tokens"
-        assert first * block <= lowest, "the block table reaches back to the window's start"
-        spans.append(_Span(row, chunk.start, chunk.length, blocks, begin * block, lowest))
-        row += chunk.length
-    return spans
 
 
 _CALL_COST_BLOCKS = 32
@@ -135,7 +119,7 @@ def decode_batches(block_counts: Sequence[int]) -> list[list[int]]:
 class _Writes:
     """Where each of the step's tokens goes. A *row* is one token of one head of one plane: head_dim elements."""
 
-    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         layout, block = pool.layout, pool.layout.tokens_per_block
         device = pool.view.device
         positions = [position - span.origin for span in spans for position in range(span.start, span.stop)]
@@ -167,7 +151,7 @@ class _Gather:
     have no whole one, so their padding counts as a hole.
     """
 
-    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         layout, block, device = pool.layout, pool.layout.tokens_per_block, pool.view.device
         self._layout, self._spans = layout, len(spans)
         self._blocks = max(len(span.blocks) for span in spans)
@@ -218,7 +202,7 @@ class _Gather:
 class _DecodeBatch:
     """Sequences that compute one token each. The heads that share a KV head stand in for query positions."""
 
-    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         self.rows = _rows([span.row for span in spans], pool.view.device)
         self._gather = _Gather(pool, spans)
         self._mask = _additive(self._gather.valid.view(len(spans), 1, 1, -1))
@@ -234,7 +218,7 @@ class _DecodeBatch:
 class _LongChunk:
     """Several tokens of one sequence. A first chunk attends to itself alone and reads nothing back."""
 
-    def __init__(self, pool: KVPool, span: _Span) -> None:
+    def __init__(self, pool: KVPool, span: Span) -> None:
         window, device = pool.layout.window, pool.view.device
         self.rows = slice(span.row, span.row + span.length)
         self._stored = pool.view.dtype

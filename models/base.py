@@ -19,8 +19,17 @@ from kvferry.core import DType, KVLayout, ModelLimits
 class Attention(Protocol):
     """Writes this step's K and V to the paged cache and attends over everything each sequence has there."""
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        turn: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """layer: global layer id. q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
+        turn: complex64 [tokens, 1, head_dim / 2], by which q and k are rotated first (see `rope.rotate`).
         Returns [tokens, heads, head_dim]. Rows are the step's tokens, all sequences concatenated."""
         ...
 
@@ -28,7 +37,9 @@ class Attention(Protocol):
 class Linear(Protocol):
     """y = x W^T (+ b), weights packed once for the device."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [rows, in]. Returns [rows, out]: a new tensor, or `add_to` with y added in place."""
+        ...
 
 
 class LinearFactory(Protocol):
@@ -52,7 +63,7 @@ class ForwardBatch:
 
 
 class CausalLM(ABC):
-    """A text backbone. Built by the loader from (config, weights, linear factory); stateless between steps."""
+    """A text backbone. Built by the loader from (config, weights, operators); stateless between steps."""
 
     @property
     @abstractmethod

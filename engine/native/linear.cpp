@@ -8,7 +8,10 @@ namespace kvferry::native {
 
 namespace {
 
-constexpr int kRowBlock = 144;  // rows a panel serves before the next one: a multiple of every tile height
+// Rows a panel serves before the next one is taken: a multiple of every tile height, and so many that they and two
+// panels fit into the second-level cache.
+int row_block(int columns) { return columns <= 1024 ? 144 : 48; }
+
 constexpr int kFewRows = 4;     // taken from x itself: so few fit into registers and cache as they lie
 
 // The caller's buffer for copies of x; it grows to the largest step and stays.
@@ -57,9 +60,10 @@ void linear(const LinearArgs& given, int rows, int threads) {
     args.spread = copy, args.spread_rows = rows;
   }
   const int panels = (args.outputs + kPanel - 1) / kPanel;
-  const int row_blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int height = row_block(args.columns);
+  const int row_blocks = (rows + height - 1) / height;
   // Few panels at a time, taken by whoever is free: another process may hold one of the cores.
-  const int grain = rows > kRowBlock ? 1 : std::clamp(panels / (threads * 8), 1, 8);
+  const int grain = rows > height ? 1 : std::clamp(panels / (threads * 8), 1, 8);
   const int grains = (panels + grain - 1) / grain;
   const KernelSet& set = kernels();
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -70,8 +74,8 @@ void linear(const LinearArgs& given, int rows, int threads) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int task = 0; task < grains * row_blocks; ++task) {
-      const int first_row = task % row_blocks * kRowBlock, first = task / row_blocks * grain;
-      set.linear(args, first_row, std::min(rows, first_row + kRowBlock), first, std::min(panels, first + grain));
+      const int first_row = task % row_blocks * height, first = task / row_blocks * grain;
+      set.linear(args, first_row, std::min(rows, first_row + height), first, std::min(panels, first + grain));
     }
   }
 }

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.models import ForwardBatch, Linear, load_model
+from kvferry.models import ForwardBatch, load_model, torch_operators
+from kvferry.models.rope import rotate
 
 Logits = Callable[[Path, Sequence[int]], torch.Tensor]
 Checkpoint = Callable[[Any], Path]
 
 
-def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    return lambda x: torch.nn.functional.linear(x, weight, bias)
-
-
 def _dense_attention(windows: dict[int, int | None]) -> Callable[..., torch.Tensor]:
     """Causal attention of one whole sequence over itself, by the textbook."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, turn: torch.Tensor
+    ) -> torch.Tensor:
+        q, k = rotate(q, turn), rotate(k, turn)
         share, n = q.shape[1] // k.shape[1], len(q)
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
@@ -41,7 +41,7 @@ def our_logits() -> Logits:
     def run(model_dir: Path, token_ids: Sequence[int]) -> torch.Tensor:
         from kvferry.core import DType
 
-        model = load_model(model_dir, plain_linear)
+        model = load_model(model_dir, torch_operators())
         layouts = model.layouts(16, DType.FLOAT32)
         windows = {layer: layout.window for layout in layouts for layer in layout.layers}
         rows = torch.arange(len(token_ids))
