@@ -6,6 +6,7 @@ Measured figures are in docs/performance.md. The compiled packing serves every n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,30 +39,32 @@ def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
         return OneDNNLinear(torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), bias)
 
 
-def _pack_native(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    from kvferry.engine.native_operators import pack_native
+def _native_packer() -> LinearFactory:
+    from kvferry.engine.native_operators import NativePacker
+    from kvferry.engine.weight_memory import WeightMemory
 
-    return pack_native(weight, bias)
+    return NativePacker(WeightMemory())
 
 
 @dataclass(frozen=True, slots=True)
 class CPUPacking:
-    """How linears are packed on the CPU at one precision, with the compiled kernels and without."""
+    """How linears are packed on the CPU at one precision. native: makes the packer of one model, by the compiled
+    kernels; torch: without them."""
 
-    native: LinearFactory
+    native: Callable[[], LinearFactory]
     torch: LinearFactory
 
 
 def linear_factory(
     device: str | torch.device = "cpu", precision: str = "fp32", kernels: Kernels = Kernels.AUTO
 ) -> LinearFactory:
-    """The packing of `device` at `precision`. Raises ConfigError naming the setting that cannot be served."""
+    """The packing of one model on `device`. Raises ConfigError naming the setting that cannot be served."""
     on_cpu = PRECISIONS.get(precision)
     if torch.device(device).type != "cpu":
         return plain_linear
-    return on_cpu.native if use_native(kernels, torch.device(device)) else on_cpu.torch
+    return on_cpu.native() if use_native(kernels, torch.device(device)) else on_cpu.torch
 
 
 PRECISIONS: Registry[CPUPacking] = Registry("precision", "engine.precision")
 
-PRECISIONS.register("fp32", CPUPacking(native=_pack_native, torch=pack_onednn))
+PRECISIONS.register("fp32", CPUPacking(native=_native_packer, torch=pack_onednn))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.engine.native import kernels
+from kvferry.engine.weight_memory import WeightMemory
 from kvferry.models import Linear, PlainLinear
 from kvferry.models.operators import rms_norm as torch_rms_norm
 from kvferry.models.operators import silu_product as torch_silu_product
@@ -51,13 +52,20 @@ def _rows_in_place(x: torch.Tensor, columns: int) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def pack_native(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Copies `weight` into panels. Other types than float32 stay plain."""
-    if weight.dtype != torch.float32:
-        return PlainLinear(weight, bias)
+@dataclass(frozen=True, slots=True)
+class NativePacker:
+    """Copies weights into panels, all in one memory. Other types than float32 stay plain."""
+
+    memory: WeightMemory
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return pack_native(weight, bias, self.memory) if weight.dtype == torch.float32 else PlainLinear(weight, bias)
+
+
+def pack_native(weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory) -> NativeLinear:
     outputs, columns = weight.shape
     weight = weight.contiguous()
-    packed = torch.empty(kernels.packed_floats(outputs, columns))
+    packed = memory.take(4 * kernels.packed_floats(outputs, columns)).view(torch.float32)
     kernels.pack(weight.data_ptr(), outputs, columns, packed.data_ptr(), torch.get_num_threads())
     return NativeLinear(packed, None if bias is None else bias.contiguous(), outputs, columns)
 

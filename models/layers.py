@@ -78,7 +78,7 @@ class SelfAttention:
         self, x: torch.Tensor, turn: torch.Tensor, attention: Attention, residual: torch.Tensor
     ) -> torch.Tensor:
         qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = torch.split(qkv, (self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attention(self.layer, q, k, v, self.head_dim**-0.5, turn)

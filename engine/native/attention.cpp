@@ -8,9 +8,6 @@ namespace kvferry::native {
 
 namespace {
 
-// A long context is cut into stretches of so many positions, whatever the number of threads and of sequences, so
-// that a sequence's results depend on nothing else in the batch.
-constexpr std::int64_t kStretch = 512;
 constexpr std::int64_t kTileRows = 144;  // queries that share one pass over the keys
 
 struct Merge {
@@ -34,7 +31,7 @@ void add_single(const AttentionArgs& args, const Span& span, Work& work) {
   for (int head = 0; head < args.kv_heads; ++head) {
     if (stretches > 1) work.merges.push_back({work.tiles.size(), stretches});
     for (std::int64_t from = span.lowest; from < to; from += kStretch)
-      work.tiles.push_back({&span, head, 0, 1, from, std::min(to, from + kStretch), nullptr});
+      work.tiles.push_back({&span, head, 0, 1, from, std::min<std::int64_t>(to, from + kStretch), nullptr});
   }
 }
 

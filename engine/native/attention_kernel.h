@@ -11,10 +11,12 @@ namespace {
 
 using kvferry::native::AttentionArgs;
 using kvferry::native::AttentionTile;
+using kvferry::native::kStretch;
 using kvferry::native::PoolView;
 using kvferry::native::Span;
 
 constexpr int kKeys = 128;  // positions taken in one go: scores, keys and values of a tile stay in the cache
+constexpr int kKeysAhead = 16;  // fetched before use: a block is a page at most, too short for the hardware to notice
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline const float* key_row(const PoolView& pool, const Span& span, int head, std::int64_t position) {
@@ -58,7 +60,34 @@ inline void load_queries(const AttentionArgs& args, const AttentionTile& tile, f
   }
 }
 
-// scores[row][key] of kRows queries against n keys.
+// The rows of K and V that the next turns of the loop need.
+inline void fetch(const float* key, std::ptrdiff_t plane, int dim) {
+  for (int i = 0; i < dim; i += 16) {
+    __builtin_prefetch(key + i);
+    __builtin_prefetch(key + plane + i, 0, 2);
+  }
+}
+
+// scores[row][key] of kRows queries of kVecs whole vectors, which stay in registers.
+template <int kRows, int kVecs>
+void dots_whole(const float* queries, const float* const* keys, int n, float* scores) {
+  Vec q[kRows][kVecs];
+  for (int row = 0; row < kRows; ++row)
+    for (int vec = 0; vec < kVecs; ++vec) q[row][vec] = load(queries + (row * kVecs + vec) * kLanes);
+  for (int key = 0; key < n; ++key) {
+    Vec sums[kRows] = {};
+#pragma GCC unroll 8
+    for (int vec = 0; vec < kVecs; ++vec) {
+      const Vec k = load(keys[key] + vec * kLanes);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) sums[row] += k * q[row][vec];
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) scores[row * kKeys + key] = sum(sums[row]);
+  }
+}
+
+// The same for any head size.
 template <int kRows>
 void dots(const float* queries, const float* const* keys, int n, int dim, float* scores) {
   for (int key = 0; key < n; ++key) {
@@ -145,8 +174,12 @@ inline void scale(float* values, int n, float factor) {
 
 template <int kRows>
 void dots_of(const float* q, const float* const* keys, int n, int dim, float* scores, int rows) {
+  constexpr int kVecs = 64 / kLanes;
   for (; rows >= kRows; rows -= kRows, q += kRows * dim, scores += kRows * kKeys)
-    dots<kRows>(q, keys, n, dim, scores);
+    if (kLanes == 16 && dim == 64)
+      dots_whole<kRows, kVecs>(q, keys, n, scores);
+    else
+      dots<kRows>(q, keys, n, dim, scores);
   if constexpr (kRows > 1)
     if (rows) dots_of<kRows - 1>(q, keys, n, dim, scores, rows);
 }
@@ -207,12 +240,18 @@ std::size_t attend_scratch(const AttentionArgs& args, std::int64_t tokens) {
   return rows * (2 * dim + kKeys + 2) + dim * kKeys + (dim + kPanel) * kKeys;
 }
 
-// Scores and mixing of one stretch of keys, by dot products: each key serves a few rows only.
-inline void few_rows(const AttentionArgs& args, const Scratch& s, const float* const* keys, int n, int rows) {
-  dots_of<4>(s.queries, keys, n, args.dim, s.scores, rows);
+// Scores and mixing of up to kKeys of `left` keys, by dot products: each key serves a few rows only.
+inline void few_rows(const AttentionArgs& args, const Scratch& s, const float* const* keys, int left, int rows) {
+  const int n = std::min(kKeys, left), dim = args.dim;
+  for (int first = 0; first < n; first += kKeysAhead) {
+    const int some = std::min(kKeysAhead, n - first);
+    for (int key = first + kKeysAhead; key < std::min(first + 2 * kKeysAhead, left); ++key)
+      fetch(keys[key], args.pool.plane_stride, dim);
+    dots_of<4>(s.queries, keys + first, some, dim, s.scores + first, rows);
+  }
   for (int row = 0; row < rows; ++row)
-    scale(s.out + row * args.dim, args.dim, soften(s.scores + row * kKeys, 0, n, n, s.tops[row], s.weights[row]));
-  mix_of<4>(s.scores, keys, args.pool.plane_stride, n, args.dim, s.out, rows);
+    scale(s.out + row * dim, dim, soften(s.scores + row * kKeys, 0, n, n, s.tops[row], s.weights[row]));
+  mix_of<4>(s.scores, keys, args.pool.plane_stride, n, dim, s.out, rows);
 }
 
 // The same by products of panels, each token with its own limits.
@@ -236,6 +275,23 @@ inline void many_rows(const AttentionArgs& args, const AttentionTile& tile, cons
     multiply<Fetch::kNothing>({s.scores, kKeys, s.values + static_cast<std::ptrdiff_t>(first) * n, s.out + first, dim, n, true,
                      nullptr, std::min(kPanel, dim - first)},
                     rows);
+}
+
+inline void attend_one(const AttentionArgs& args, const AttentionTile& tile, const Scratch& s, int rows) {
+  const int total = static_cast<int>(tile.to - tile.from);
+  const float* keys[kStretch];
+  for (int key = 0; key < total; ++key) keys[key] = key_row(args.pool, *tile.span, tile.kv_head, tile.from + key);
+  for (int key = 0; key < std::min(kKeysAhead, total); ++key) fetch(keys[key], args.pool.plane_stride, args.dim);
+  for (int first = 0; first < total; first += kKeys) few_rows(args, s, keys + first, total - first, rows);
+}
+
+inline void attend_many(const AttentionArgs& args, const AttentionTile& tile, const Scratch& s) {
+  const float* keys[kKeys];
+  for (std::int64_t from = tile.from; from < tile.to; from += kKeys) {
+    const int n = static_cast<int>(std::min<std::int64_t>(kKeys, tile.to - from));
+    for (int key = 0; key < n; ++key) keys[key] = key_row(args.pool, *tile.span, tile.kv_head, from + key);
+    many_rows(args, tile, s, keys, from, n);
+  }
 }
 
 inline void finish(const AttentionArgs& args, const AttentionTile& tile, const Scratch& s, int rows) {
@@ -262,15 +318,10 @@ void attend(const AttentionArgs& args, const AttentionTile& tile, float* scratch
   std::fill(s.out, s.out + static_cast<std::ptrdiff_t>(rows) * args.dim, 0.0f);
   std::fill(s.tops, s.tops + rows, kNothing);
   std::fill(s.weights, s.weights + rows, 0.0f);
-  const float* keys[kKeys];
-  for (std::int64_t from = tile.from; from < tile.to; from += kKeys) {
-    const int n = static_cast<int>(std::min<std::int64_t>(kKeys, tile.to - from));
-    for (int key = 0; key < n; ++key) keys[key] = key_row(args.pool, *tile.span, tile.kv_head, from + key);
-    if (tile.tokens == 1)
-      few_rows(args, s, keys, n, rows);
-    else
-      many_rows(args, tile, s, keys, from, n);
-  }
+  if (tile.tokens == 1)
+    attend_one(args, tile, s, rows);
+  else
+    attend_many(args, tile, s);
   finish(args, tile, s, rows);
 }
 

@@ -68,13 +68,17 @@ struct AttentionArgs {
   float scale;
 };
 
+// A long context is cut into stretches of so many positions, whatever the number of threads and of sequences, so
+// that a sequence's results depend on nothing else in the batch.
+constexpr int kStretch = 512;
+
 // A query tile of one span and one KV head against positions [from, to).
 struct AttentionTile {
   const Span* span;
   int kv_head;
   std::int64_t first_token;  // of the span
   std::int64_t tokens;
-  std::int64_t from;
+  std::int64_t from;  // of one token alone: at most kStretch before `to`
   std::int64_t to;
   float* partial;  // null: the result goes to `out`; else [heads per KV head][dim + 2]: sums, maximum, weight
 };

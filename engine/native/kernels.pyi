@@ -10,6 +10,9 @@ def use(name: str) -> bool:
     """Process-wide. False, and nothing changes, when this CPU cannot run it."""
 
 def selected() -> str: ...
+def advise_huge(address: int, nbytes: int) -> bool:
+    """Asks the system to back page-aligned memory with huge pages; False where it has none to give."""
+
 def packed_floats(outputs: int, columns: int) -> int: ...
 def pack(weight: int, outputs: int, columns: int, packed: int, threads: int) -> None: ...
 def linear(

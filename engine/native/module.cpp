@@ -2,6 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
@@ -49,6 +53,16 @@ class AttentionStep {
 using Address = std::uintptr_t;
 using Stride = std::ptrdiff_t;
 
+// Asks for huge pages; false where the system has none to give.
+bool advise_huge(Address address, std::size_t nbytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  return madvise(reinterpret_cast<void*>(address), nbytes, MADV_HUGEPAGE) == 0;
+#else
+  static_cast<void>(address), static_cast<void>(nbytes);
+  return false;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(kernels, m) {
@@ -57,6 +71,7 @@ PYBIND11_MODULE(kernels, m) {
   m.def("available", &available);
   m.def("use", &use, py::arg("name"));
   m.def("selected", [] { return kernels().name; });
+  m.def("advise_huge", &advise_huge, py::arg("address"), py::arg("nbytes"));
   m.def("packed_floats", &packed_floats, py::arg("outputs"), py::arg("columns"));
   m.def(
       "pack",

@@ -14,11 +14,13 @@ from kvferry.core import AxisOrder, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.native import kernels
-from kvferry.engine.native_operators import pack_native, rms_norm, silu_product
+from kvferry.engine.native_operators import NativePacker, rms_norm, silu_product
 from kvferry.engine.spans import AttentionChunk
+from kvferry.engine.weight_memory import WeightMemory
 from kvferry.kvcache.pool import build_pool
 from kvferry.models import operators as torch_kinds
 
+PACK = NativePacker(WeightMemory())
 SEEDS = st.integers(0, 1 << 30)
 
 
@@ -59,7 +61,7 @@ def test_linear(rows: int, outputs: int, columns: int, biased: bool, seed: int) 
     bias = torch.randn(outputs, generator=generator) if biased else None
     y = torch.randn(rows, outputs, generator=generator)
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    linear = pack_native(weight, bias)
+    linear = PACK(weight, bias)
     torch.testing.assert_close(linear(x).double(), expected, rtol=0, atol=2e-6 * columns**0.5 * 4)
     expected += y
     torch.testing.assert_close(linear(x, add_to=y).double(), expected, rtol=0, atol=2e-6 * columns**0.5 * 4)
@@ -72,13 +74,13 @@ def test_deep_and_tall_linears(columns: int, rows: int) -> None:
     weight, x = torch.randn(70, columns, generator=generator), torch.randn(rows, columns, generator=generator)
     bias, y = torch.randn(70, generator=generator), torch.randn(rows, 70, generator=generator)
     expected = x.double() @ weight.double().t() + bias + y
-    torch.testing.assert_close(pack_native(weight, bias)(x, add_to=y).double(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(PACK(weight, bias)(x, add_to=y).double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [2, 7, 16, 150])
 def test_a_row_does_not_depend_on_its_batch(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
-    linear = pack_native(torch.randn(100, 2100, generator=generator))
+    linear = PACK(torch.randn(100, 2100, generator=generator))
     x = torch.randn(rows, 2100, generator=generator)
     together = linear(x)
     alone = torch.cat([linear(row) for row in x.split(1)])
