@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.core import DType
-from kvferry.engine.attention import AttentionChunk, PagedAttention
-from kvferry.engine.linear import linear_factory
+from kvferry.engine.attention import PagedAttention
+from kvferry.engine.operators import operators_for
+from kvferry.engine.spans import AttentionChunk
 from kvferry.kvcache.pool import build_pool
 from kvferry.models import ForwardBatch, load_model, progress_bar, resolve_model
 
@@ -94,7 +95,7 @@ class KVFerryContender(Contender):
     """The model over a paged cache, as a worker's step runs it."""
 
     def __init__(self, model_dir: Path) -> None:
-        self._model = load_model(model_dir, linear_factory())
+        self._model = load_model(model_dir, operators_for())
         longest = max(load.prompt_tokens for load in WORKLOADS) + DECODE_STEPS
         self._blocks = -(-longest // TOKENS_PER_BLOCK)
         batch = max(load.decode_batch for load in WORKLOADS)

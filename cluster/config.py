@@ -84,6 +84,9 @@ class KVCacheConfig(Section):
 class EngineConfig(Section):
     device: str = Field(default="cpu", description="torch device the worker computes on")
     precision: str = Field(default="fp32", description="precision of weights and activations")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        default="auto", description="auto: the compiled CPU kernels if they can be loaded, else torch's"
+    )
     threads: int | None = Field(default=None, ge=1, description="compute threads of one worker; null: cores / workers")
     max_batch: int = Field(default=64, ge=1, description="sequences computed in one step")
     step_token_budget: int = Field(default=512, ge=1, description="most tokens of one step")

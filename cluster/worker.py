@@ -55,6 +55,7 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         EngineSettings(
             device=engine.device,
             precision=engine.precision,
+            kernels=engine.kernels,
             threads=spec.threads,
             tokens_per_block=cache.tokens_per_block,
             max_batch=engine.max_batch,

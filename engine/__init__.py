@@ -1,6 +1,7 @@
 """One aggregated worker: batching, the step (forward, sample), attention and linear operators per device, `LLM`."""
 
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler, KVLoader, LoadOutcome
+from kvferry.engine.kernels import Kernels
 from kvferry.engine.linear import linear_factory
 from kvferry.engine.llm import LLM, Completion
 from kvferry.engine.runner import Chunk, ModelRunner
@@ -25,6 +26,7 @@ __all__ = [
     "EventStream",
     "GenerationScheduler",
     "KVLoader",
+    "Kernels",
     "LoadOutcome",
     "ModelRunner",
     "Sampled",

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, in device-neutral torch.
+"""Attention over the paged cache: by the compiled kernels where they can serve, else in device-neutral torch.
 
 The index tensors of a step are built once and serve every layer. Sequences that compute one token are batched:
 their blocks are gathered and attended in one go. A longer chunk is attended alone.
@@ -7,31 +7,17 @@ their blocks are gathered and attended in one go. A longer chunk is attended alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.core import AxisOrder, ConfigError, GroupKind, KVLayout
+from kvferry.core import AxisOrder, ConfigError, GroupKind
+from kvferry.engine.kernels import Kernels, use_native
+from kvferry.engine.spans import AttentionChunk, Span, lowest_attended, spans_of
 from kvferry.kvcache import KVPool
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionChunk:
-    """The tokens of one sequence that a step computes: positions [start, start + length).
-
-    block_tables: per layer group, slot ids in token order, enough for start + length tokens; more are ignored.
-    first_blocks: per group, the index of its table's first block (a window may have dropped earlier ones).
-    """
-
-    start: int
-    length: int
-    block_tables: tuple[Sequence[int], ...]
-    first_blocks: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
+from kvferry.models.rope import rotate
 
 
 class PagedAttention:
@@ -40,11 +26,13 @@ class PagedAttention:
     Pages may hold anything, NaN too, where nothing was written yet: such positions never reach a result.
     """
 
-    def __init__(self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk]) -> None:
-        groups = [_GroupStep(pool, chunks, group) for group, pool in enumerate(pools)]
+    def __init__(
+        self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk], kernels: Kernels = Kernels.AUTO
+    ) -> None:
+        groups = [_Group(pool, chunks, group, kernels) for group, pool in enumerate(pools)]
         self._where = {
-            layer: (step, index)
-            for step, pool in zip(groups, pools, strict=True)
+            layer: (group, index)
+            for group, pool in zip(groups, pools, strict=True)
             for index, layer in enumerate(pool.layout.layers)
         }
 
@@ -55,22 +43,61 @@ class PagedAttention:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
+        turn: torch.Tensor | None = None,
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        step, index = self._where[layer]
-        return step.attend(index, q, k, v, scale, sinks)
+        group, index = self._where[layer]
+        if sinks is None:
+            return group.step.attend(index, q, k, v, scale, turn)
+        return group.torch_step.attend(index, q, k, v, scale, turn, sinks)
 
 
-class _GroupStep:
+class _Group:
+    """One layer group of the step. torch_step: for layers with what the compiled kernels lack (sinks)."""
+
+    def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int, kernels: Kernels) -> None:
+        if pool.layout.kind.is_state:
+            kind = pool.layout.kind.value
+            raise ConfigError(f"a {kind} layer group has no K and V to attend over", field="kv_cache")
+        self._pool, self._spans = pool, spans_of(pool.layout, chunks, group)
+        self._native = _runs_native(pool, kernels)
+
+    @cached_property
+    def step(self) -> GroupStep:
+        if not self._native:
+            return self.torch_step
+        from kvferry.engine.native_attention import NativeGroupStep
+
+        return NativeGroupStep(self._pool, self._spans)
+
+    @cached_property
+    def torch_step(self) -> _TorchGroupStep:
+        return _TorchGroupStep(self._pool, self._spans)
+
+
+def _runs_native(pool: KVPool, kernels: Kernels) -> bool:
+    """The compiled kernels know K and V in float32, and no chunks."""
+    layout = pool.layout
+    known = layout.planes == 2 and layout.kind in (GroupKind.FULL, GroupKind.WINDOW)
+    return known and pool.view.dtype is torch.float32 and use_native(kernels, pool.view.device)
+
+
+class GroupStep(Protocol):
     """One step of one layer group."""
 
-    def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int) -> None:
-        layout = pool.layout
-        if layout.kind.is_state:
-            raise ConfigError(f"a {layout.kind.value} layer group has no K and V to attend over", field="kv_cache")
-        spans = _spans(layout, chunks, group)
-        self._planes = layout.planes
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, turn: torch.Tensor | None
+    ) -> torch.Tensor:
+        """index: the layer's place in the group."""
+        ...
+
+
+class _TorchGroupStep:
+    """By gathering blocks and torch's scaled dot product."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+        self._planes = pool.layout.planes
         self._writes = _Writes(pool, spans)
         singles = [span for span in spans if span.length == 1]
         batches = decode_batches([len(span.blocks) for span in singles])
@@ -84,9 +111,11 @@ class _GroupStep:
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
-        sinks: torch.Tensor | None,
+        turn: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """index: the layer's place in the group."""
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
         v = k if self._planes == 1 else v
         self._writes.write(index, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -95,47 +124,6 @@ class _GroupStep:
         for chunk in self._chunks:
             out[chunk.rows] = chunk.attend(index, q[chunk.rows], k[chunk.rows], v[chunk.rows], scale, sinks)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One chunk in one group. row: its first row in the step; blocks: the slots it reads, oldest first;
-    origin: the position their first token has; lowest: the first position its first token attends to."""
-
-    row: int
-    start: int
-    length: int
-    blocks: tuple[int, ...]
-    origin: int
-    lowest: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
-
-
-def _spans(layout: KVLayout, chunks: Sequence[AttentionChunk], group: int) -> list[_Span]:
-    """Cuts each table to the blocks that matter: none past the last token, none wholly out of the window."""
-    block, spans, row = layout.tokens_per_block, [], 0
-    for chunk in chunks:
-        first = chunk.first_blocks[group]
-        lowest = lowest_attended(layout, chunk.start)
-        begin, end = max(first, lowest // block), layout.blocks_for(chunk.stop)
-        blocks = tuple(chunk.block_tables[group][begin - first : end - first])
-        assert len(blocks) == end - begin, "the block table covers the step's tokens"
-        assert first * block <= lowest, "the block table reaches back to the window's start"
-        spans.append(_Span(row, chunk.start, chunk.length, blocks, begin * block, lowest))
-        row += chunk.length
-    return spans
-
-
-def lowest_attended(layout: KVLayout, position: int) -> int:
-    """The first position that the token at `position` attends to."""
-    if layout.window is None:
-        return 0
-    if layout.kind is GroupKind.CHUNKED:
-        return position // layout.window * layout.window
-    return max(0, position + 1 - layout.window)
 
 
 _CALL_COST_BLOCKS = 32
@@ -163,7 +151,7 @@ def decode_batches(block_counts: Sequence[int]) -> list[list[int]]:
 class _Writes:
     """Where each of the step's tokens goes. A *row* is one token of one head of one plane: head_dim elements."""
 
-    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         layout, block = pool.layout, pool.layout.tokens_per_block
         device = pool.view.device
         positions = [position - span.origin for span in spans for position in range(span.start, span.stop)]
@@ -196,7 +184,7 @@ class _Gather:
     have no whole one, so their padding counts as a hole.
     """
 
-    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         layout, block, device = pool.layout, pool.layout.tokens_per_block, pool.view.device
         self._layout, self._spans = layout, len(spans)
         self._blocks = max(len(span.blocks) for span in spans)
@@ -248,7 +236,7 @@ class _Gather:
 class _DecodeBatch:
     """Sequences that compute one token each. The heads that share a KV head stand in for query positions."""
 
-    def __init__(self, pool: KVPool, spans: Sequence[_Span]) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         self.rows = _rows([span.row for span in spans], pool.view.device)
         self._gather = _Gather(pool, spans)
         self._mask = _additive(self._gather.valid.view(len(spans), 1, 1, -1))
@@ -265,7 +253,7 @@ class _DecodeBatch:
 class _LongChunk:
     """Several tokens of one sequence. A first chunk attends to itself alone and reads nothing back."""
 
-    def __init__(self, pool: KVPool, span: _Span) -> None:
+    def __init__(self, pool: KVPool, span: Span) -> None:
         layout, device = pool.layout, pool.view.device
         self.rows = slice(span.row, span.row + span.length)
         self._stored = pool.view.dtype

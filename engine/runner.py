@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from kvferry.core import ConfigError, KVLayout, ModelLimits
-from kvferry.engine.attention import AttentionChunk, PagedAttention
-from kvferry.engine.linear import linear_factory
+from kvferry.engine.attention import PagedAttention
+from kvferry.engine.kernels import Kernels
+from kvferry.engine.operators import operators_for
 from kvferry.engine.sampler import RowRequest, Sampled, sample
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.settings import EngineSettings
+from kvferry.engine.spans import AttentionChunk
 from kvferry.kvcache import KVCache, KVPool
 from kvferry.models import CausalLM, ForwardBatch, load_model
 
@@ -49,6 +51,7 @@ class ModelRunner:
         self.model = model
         self.settings = settings
         self._device = torch.device(settings.device)
+        self._kernels = Kernels.of(settings.kernels)
         self.limits = _limit_context(model.limits, settings)
         self.layouts: tuple[KVLayout, ...] = model.layouts(settings.tokens_per_block, settings.kv_dtype)
 
@@ -58,8 +61,8 @@ class ModelRunner:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         started = time.monotonic()
-        factory = linear_factory(settings.device, settings.precision)
-        runner = cls(load_model(model_dir, factory, device=settings.device), settings)
+        operators = operators_for(settings.device, settings.precision, Kernels.of(settings.kernels))
+        runner = cls(load_model(model_dir, operators, device=settings.device), settings)
         logger.info("loaded %s in %.1f s, %d threads", model_dir, time.monotonic() - started, torch.get_num_threads())
         return runner
 
@@ -101,7 +104,7 @@ class ModelRunner:
             token_ids=torch.tensor(token_ids, device=self._device),
             positions=torch.tensor(positions, device=self._device),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self._device),
-            attention=PagedAttention(pools, attention_chunks),
+            attention=PagedAttention(pools, attention_chunks, self._kernels),
         )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.core import ConfigError, DType
-
-PRECISIONS = ("fp32",)
+from kvferry.engine.kernels import Kernels
+from kvferry.engine.linear import PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Raises ConfigError naming the setting.
 
+    kernels: auto, native or torch (see `Kernels`).
     threads: compute threads of this worker (None: all cores this process may use).
     max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
     shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
@@ -22,6 +23,7 @@ class EngineSettings:
 
     device: str = "cpu"
     precision: str = "fp32"
+    kernels: str = "auto"
     threads: int | None = None
     kv_dtype: DType = DType.FLOAT32
     tokens_per_block: int = 16
@@ -33,6 +35,7 @@ class EngineSettings:
     min_partial_tokens: int = 0
 
     def __post_init__(self) -> None:
+        Kernels.of(self.kernels)
         if self.precision not in PRECISIONS:
             raise ConfigError(
                 f"engine.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",

@@ -11,6 +11,7 @@ from kvferry.models.base import (
 )
 from kvferry.models.convert import convert_gguf
 from kvferry.models.loader import KNOWN_MODELS, load_model, model_fingerprint, read_config, resolve_model
+from kvferry.models.operators import Operators, PlainLinear, RMSNormOperator, SiluProduct, plain_linear, torch_operators
 from kvferry.models.progress import ProgressCallback, progress_bar
 
 __all__ = [
@@ -21,12 +22,18 @@ __all__ = [
     "ForwardBatch",
     "Linear",
     "LinearFactory",
+    "Operators",
+    "PlainLinear",
     "ProgressCallback",
+    "RMSNormOperator",
+    "SiluProduct",
     "Weights",
     "convert_gguf",
     "load_model",
     "model_fingerprint",
+    "plain_linear",
     "progress_bar",
     "read_config",
     "resolve_model",
+    "torch_operators",
 ]

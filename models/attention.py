@@ -8,6 +8,7 @@ import torch
 
 from kvferry.models.base import Linear, LinearFactory, Weights
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rotate
 from kvferry.models.stack import Step
 
@@ -70,6 +71,8 @@ def load_out(weights: Weights, prefix: str, shape: HeadShape, hidden: int, bias:
     return load_packed(weights, [PackedRow(f"{prefix}o_proj", hidden, bias)], shape.heads * shape.head_dim, linear)
 
 
-def load_head_norm(weights: Weights, name: str, rope: Rope, eps: float, offset: float = 0.0) -> RMSNorm:
+def load_head_norm(
+    operators: Operators, weights: Weights, name: str, rope: Rope, eps: float, offset: float = 0.0
+) -> RMSNorm:
     """A norm of one head, its weight reordered as the rows of q and k are."""
-    return RMSNorm(rope.interleave(weights.get(f"{name}.weight", (rope.head_dim,))) + offset, eps)
+    return RMSNorm(operators.rms_norm, rope.interleave(weights.get(f"{name}.weight", (rope.head_dim,))) + offset, eps)

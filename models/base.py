@@ -26,11 +26,13 @@ class Attention(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
+        turn: torch.Tensor | None = None,
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """layer: global layer id. q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Where the layer's
         cache has one plane, k stands for both and v is not looked at.
+        turn: complex64 [tokens, 1, head_dim / 2], by which q and k are rotated first (see `rope.rotate`).
         sinks: [heads], one more logit in each head's softmax, with nothing behind it.
         Returns [tokens, heads, head_dim]. Rows are the step's tokens, all sequences concatenated."""
         ...
@@ -39,7 +41,9 @@ class Attention(Protocol):
 class Linear(Protocol):
     """y = x W^T (+ b), weights packed once for the device."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [rows, in]. Returns [rows, out]: a new tensor, or `add_to` with y added in place."""
+        ...
 
 
 class LinearFactory(Protocol):
@@ -63,7 +67,7 @@ class ForwardBatch:
 
 
 class CausalLM(ABC):
-    """A text backbone. Built by the loader from (config, weights, linear factory); stateless between steps."""
+    """A text backbone. Built by the loader from (config, weights, operators); stateless between steps."""
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvferry.core import CheckpointError, GroupKind
-from kvferry.models.base import Config, Linear, LinearFactory, Weights
+from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import Shape, count, number
 from kvferry.models.feedforward import (
     Experts,
@@ -27,6 +27,7 @@ from kvferry.models.feedforward import (
     load_feed_forward,
 )
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config, rotate
 from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
 
@@ -150,11 +151,13 @@ def _yarn_sharpening(config: Config) -> float:
 class Deepseek(LayerStack):
     """Layers of multi-token prediction behind the last one are not loaded."""
 
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = DeepseekConfig.from_json(config)
         cache = LayerCache(GroupKind.MLA, kv_heads=1, head_dim=c.latent.cached_dim, planes=1)
-        super().__init__(c.shape, [cache] * c.shape.layers, [c.rope], weights, linear)
-        self._layers = [_load_layer(c, f"{self.prefix}layers.{i}.", i, weights, linear) for i in range(c.shape.layers)]
+        super().__init__(c.shape, [cache] * c.shape.layers, [c.rope], weights, operators)
+        self._layers = [
+            _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
+        ]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:
@@ -226,31 +229,35 @@ class _Layer:
     feed_forward: FeedForward | MixtureOfExperts
 
 
-def _load_layer(c: DeepseekConfig, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+def _load_layer(c: DeepseekConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
     shape = c.shape
 
     def norm(which: str) -> RMSNorm:
-        return load_norm(weights, f"{prefix}{which}_layernorm", shape.hidden_size, shape.norm_eps)
+        return load_norm(operators, weights, f"{prefix}{which}_layernorm", shape.hidden_size, shape.norm_eps)
 
     feed_forward: FeedForward | MixtureOfExperts
     if index < c.dense_layers:
-        feed_forward = load_feed_forward(weights, f"{prefix}mlp.", shape.hidden_size, c.dense_width, c.gate, linear)
+        feed_forward = load_feed_forward(
+            weights, f"{prefix}mlp.", shape.hidden_size, c.dense_width, c.gate, operators.linear
+        )
     else:
-        feed_forward = _load_experts(c, f"{prefix}mlp.", weights, linear)
-    attention = _load_attention(c, f"{prefix}self_attn.", index, weights, linear)
+        feed_forward = _load_experts(c, f"{prefix}mlp.", weights, operators)
+    attention = _load_attention(c, f"{prefix}self_attn.", index, weights, operators)
     return _Layer(norm("input"), attention, norm("post_attention"), feed_forward)
 
 
 def _load_attention(
-    c: DeepseekConfig, prefix: str, index: int, weights: Weights, linear: LinearFactory
+    c: DeepseekConfig, prefix: str, index: int, weights: Weights, operators: Operators
 ) -> LatentAttention:
     shape, hidden = c.latent, c.shape.hidden_size
     query_latent: Linear | None = None
     query_norm: RMSNorm | None = None
     name, columns = "q_proj", hidden
     if shape.query_rank is not None:
-        query_latent = load_packed(weights, [PackedRow(f"{prefix}q_a_proj", shape.query_rank, c.bias)], hidden, linear)
-        query_norm = load_norm(weights, f"{prefix}q_a_layernorm", shape.query_rank, _LATENT_EPS)
+        query_latent = load_packed(
+            weights, [PackedRow(f"{prefix}q_a_proj", shape.query_rank, c.bias)], hidden, operators.linear
+        )
+        query_norm = load_norm(operators, weights, f"{prefix}q_a_layernorm", shape.query_rank, _LATENT_EPS)
         name, columns = "q_b_proj", shape.query_rank
     expand = weights.get(
         f"{prefix}kv_b_proj.weight", (shape.heads * (shape.nope_dim + shape.value_dim), shape.rank)
@@ -261,23 +268,23 @@ def _load_attention(
         shape=shape,
         query_latent=query_latent,
         query_norm=query_norm,
-        query=linear(
+        query=operators.linear(
             _pairs_together(c, weights, f"{prefix}{name}.weight", shape.heads, shape.query_dim, columns), None
         ),
-        latent=_load_latent(c, prefix, weights, linear),
-        latent_norm=load_norm(weights, f"{prefix}kv_a_layernorm", shape.rank, _LATENT_EPS),
+        latent=_load_latent(c, prefix, weights, operators),
+        latent_norm=load_norm(operators, weights, f"{prefix}kv_a_layernorm", shape.rank, _LATENT_EPS),
         into_latent=expand[:, : shape.nope_dim].contiguous(),
         out_of_latent=expand[:, shape.nope_dim :].transpose(1, 2).contiguous(),
-        out=load_packed(weights, out, shape.heads * shape.value_dim, linear),
+        out=load_packed(weights, out, shape.heads * shape.value_dim, operators.linear),
         scale=c.scale,
     )
 
 
-def _load_latent(c: DeepseekConfig, prefix: str, weights: Weights, linear: LinearFactory) -> Linear:
+def _load_latent(c: DeepseekConfig, prefix: str, weights: Weights, operators: Operators) -> Linear:
     name, rows = f"{prefix}kv_a_proj_with_mqa", c.latent.cached_dim
     weight = _pairs_together(c, weights, f"{name}.weight", 1, rows, c.shape.hidden_size)
     bias = _pairs_together(c, weights, f"{name}.bias", 1, rows) if c.bias else None
-    return linear(weight, bias)
+    return operators.linear(weight, bias)
 
 
 def _pairs_together(
@@ -295,16 +302,16 @@ def _pairs_together(
     return torch.cat((still, turning), dim=1).view(tensor.shape)
 
 
-def _load_experts(c: DeepseekConfig, prefix: str, weights: Weights, linear: LinearFactory) -> MixtureOfExperts:
+def _load_experts(c: DeepseekConfig, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden, shape = c.shape.hidden_size, c.router
     router = GroupRouter(
-        load_packed(weights, [PackedRow(f"{prefix}gate", shape.experts)], hidden, linear),
+        load_packed(weights, [PackedRow(f"{prefix}gate", shape.experts)], hidden, operators.linear),
         weights.get(f"{prefix}gate.e_score_correction_bias", (shape.experts,)).float(),
         shape,
     )
     experts = [
-        load_feed_forward(weights, f"{prefix}experts.{expert}.", hidden, c.expert_width, c.gate, linear)
+        load_feed_forward(weights, f"{prefix}experts.{expert}.", hidden, c.expert_width, c.gate, operators.linear)
         for expert in range(shape.experts)
     ]
-    shared = load_feed_forward(weights, f"{prefix}shared_experts.", hidden, c.shared_width, c.gate, linear)
+    shared = load_feed_forward(weights, f"{prefix}shared_experts.", hidden, c.shared_width, c.gate, operators.linear)
     return MixtureOfExperts(router, Experts(experts), shared)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from kvferry.models.attention import GroupedAttention, HeadShape, load_head_norm, load_out, load_qkv
-from kvferry.models.base import Config, LinearFactory, Weights
+from kvferry.models.base import Config, Weights
 from kvferry.models.checked import FULL, SLIDING, Shape, cap, count, layer_kinds, number, refuse, text_config
 from kvferry.models.feedforward import FeedForward, Gate, gate_named, load_feed_forward
 from kvferry.models.layers import RMSNorm
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
 from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
 
@@ -89,19 +90,19 @@ def kind_rope(config: Config, kind: str, thetas: Mapping[str, tuple[str, float]]
 class Gemma3(LayerStack):
     """Alone, or the text part of Gemma3ForConditionalGeneration."""
 
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = Gemma3Config.from_json(config)
         super().__init__(
             c.shape,
             [c.cache_of(layer) for layer in range(c.shape.layers)],
             c.ropes,
             weights,
-            linear,
+            operators,
             norm_offset=_NORM_OFFSET,
             embedding_scale=c.shape.hidden_size**0.5,
             logit_cap=c.logit_cap,
         )
-        self._layers = [_Layer.load(c, self.prefix, index, weights, linear) for index in range(c.shape.layers)]
+        self._layers = [_Layer.load(c, self.prefix, index, weights, operators) for index in range(c.shape.layers)]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:
@@ -123,34 +124,36 @@ class _Layer:
         return x + self.after_mlp(self.mlp(self.before_mlp(x)))
 
     @classmethod
-    def load(cls, c: Gemma3Config, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+    def load(cls, c: Gemma3Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
         name, shape = f"{prefix}layers.{index}.", c.shape
 
         def norm(which: str) -> RMSNorm:
-            return load_norm(weights, f"{name}{which}_layernorm", shape.hidden_size, shape.norm_eps, _NORM_OFFSET)
+            return load_norm(
+                operators, weights, f"{name}{which}_layernorm", shape.hidden_size, shape.norm_eps, _NORM_OFFSET
+            )
 
         return cls(
             norm("input"),
-            _load_attention(c, f"{name}self_attn.", index, weights, linear),
+            _load_attention(c, f"{name}self_attn.", index, weights, operators),
             norm("post_attention"),
             norm("pre_feedforward"),
-            load_feed_forward(weights, f"{name}mlp.", shape.hidden_size, c.intermediate_size, c.gate, linear),
+            load_feed_forward(weights, f"{name}mlp.", shape.hidden_size, c.intermediate_size, c.gate, operators.linear),
             norm("post_feedforward"),
         )
 
 
 def _load_attention(
-    c: Gemma3Config, prefix: str, index: int, weights: Weights, linear: LinearFactory
+    c: Gemma3Config, prefix: str, index: int, weights: Weights, operators: Operators
 ) -> GroupedAttention:
     shape, which = c.shape, KINDS.index(c.kinds[index])
     rope, heads = c.ropes[which], HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
     return GroupedAttention(
         layer=index,
-        qkv=load_qkv(weights, prefix, heads, shape.hidden_size, c.bias, rope, linear),
-        out=load_out(weights, prefix, heads, shape.hidden_size, c.bias, linear),
+        qkv=load_qkv(weights, prefix, heads, shape.hidden_size, c.bias, rope, operators.linear),
+        out=load_out(weights, prefix, heads, shape.hidden_size, c.bias, operators.linear),
         shape=heads,
         scale=c.scale,
         rope=which,
-        q_norm=load_head_norm(weights, f"{prefix}q_norm", rope, shape.norm_eps, _NORM_OFFSET),
-        k_norm=load_head_norm(weights, f"{prefix}k_norm", rope, shape.norm_eps, _NORM_OFFSET),
+        q_norm=load_head_norm(operators, weights, f"{prefix}q_norm", rope, shape.norm_eps, _NORM_OFFSET),
+        k_norm=load_head_norm(operators, weights, f"{prefix}k_norm", rope, shape.norm_eps, _NORM_OFFSET),
     )

@@ -10,12 +10,13 @@ import torch
 from torch.nn.functional import embedding, softmax
 
 from kvferry.models.attention import HeadShape, load_head_norm, load_out
-from kvferry.models.base import Config, Linear, LinearFactory, Weights
+from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import FULL
 from kvferry.models.feedforward import Experts, FeedForward, Gate, Routing, load_feed_forward
 from kvferry.models.gemma3 import KINDS
 from kvferry.models.gemma4_config import ExpertShape, Gemma4Config
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rotate
 from kvferry.models.stack import LayerStack, Step, load_norm
 
@@ -26,14 +27,15 @@ KeysAndValues = dict[str, tuple[int, torch.Tensor, torch.Tensor]]
 class Gemma4(LayerStack):
     """Alone, or the text part of a multimodal Gemma4."""
 
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = Gemma4Config.from_json(config)
         caches = [c.cache_of(layer) for layer in range(c.shape.layers)]
         scale = c.shape.hidden_size**0.5
-        super().__init__(c.shape, caches, c.ropes, weights, linear, embedding_scale=scale, logit_cap=c.logit_cap)
-        self._per_layer = PerLayerInputs.load(c, self.prefix, weights, linear) if c.per_layer_size else None
+        super().__init__(c.shape, caches, c.ropes, weights, operators, embedding_scale=scale, logit_cap=c.logit_cap)
+        self._per_layer = PerLayerInputs.load(c, self.prefix, weights, operators) if c.per_layer_size else None
         self._layers = [
-            _Layer.load(c, f"{self.prefix}layers.{index}.", index, weights, linear) for index in range(c.shape.layers)
+            _Layer.load(c, f"{self.prefix}layers.{index}.", index, weights, operators)
+            for index in range(c.shape.layers)
         ]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -61,13 +63,13 @@ class PerLayerInputs:
         return (context + identity) * math.sqrt(0.5)
 
     @classmethod
-    def load(cls, c: Gemma4Config, prefix: str, weights: Weights, linear: LinearFactory) -> PerLayerInputs:
+    def load(cls, c: Gemma4Config, prefix: str, weights: Weights, operators: Operators) -> PerLayerInputs:
         layers, size, hidden = c.shape.layers, c.per_layer_size, c.shape.hidden_size
         projection = [PackedRow(f"{prefix}per_layer_model_projection", layers * size)]
         return cls(
             weights.get(f"{prefix}embed_tokens_per_layer.weight", (c.per_layer_vocab, layers * size)),
-            load_packed(weights, projection, hidden, linear),
-            load_norm(weights, f"{prefix}per_layer_projection_norm", size, c.shape.norm_eps),
+            load_packed(weights, projection, hidden, operators.linear),
+            load_norm(operators, weights, f"{prefix}per_layer_projection_norm", size, c.shape.norm_eps),
             layers,
             size,
         )
@@ -161,80 +163,80 @@ class _Layer:
         return x * self.scalar
 
     @classmethod
-    def load(cls, c: Gemma4Config, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+    def load(cls, c: Gemma4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
         hidden = c.shape.hidden_size
 
         def norm(name: str) -> RMSNorm:
-            return load_norm(weights, f"{prefix}{name}_layernorm", hidden, c.shape.norm_eps)
+            return load_norm(operators, weights, f"{prefix}{name}_layernorm", hidden, c.shape.norm_eps)
 
         width = c.width if index < c.own_kv else c.shared_width
         return cls(
             norm("input"),
-            _load_attention(c, f"{prefix}self_attn.", index, weights, linear),
+            _load_attention(c, f"{prefix}self_attn.", index, weights, operators),
             norm("post_attention"),
             norm("pre_feedforward"),
-            load_feed_forward(weights, f"{prefix}mlp.", hidden, width, c.gate, linear),
-            _load_mixture(c, c.experts, prefix, weights, linear) if c.experts is not None else None,
+            load_feed_forward(weights, f"{prefix}mlp.", hidden, width, c.gate, operators.linear),
+            _load_mixture(c, c.experts, prefix, weights, operators) if c.experts is not None else None,
             norm("post_feedforward"),
-            _load_per_layer_gate(c, prefix, weights, linear) if c.per_layer_size else None,
+            _load_per_layer_gate(c, prefix, weights, operators) if c.per_layer_size else None,
             weights.get(f"{prefix}layer_scalar", (1,)),
         )
 
 
-def _load_attention(c: Gemma4Config, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Attention:
+def _load_attention(c: Gemma4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Attention:
     kind, heads, hidden = c.kinds[index], c.heads[index], c.shape.hidden_size
     rope, kv_rows = c.ropes[KINDS.index(kind)], heads.kv_heads * heads.head_dim
     own = None
     if index < c.own_kv:
         values = None
         if not (c.keys_are_values and kind == FULL):
-            values = load_packed(weights, [PackedRow(f"{prefix}v_proj", kv_rows, c.bias)], hidden, linear)
+            values = load_packed(weights, [PackedRow(f"{prefix}v_proj", kv_rows, c.bias)], hidden, operators.linear)
         own = _KeyValue(
-            load_packed(weights, [PackedRow(f"{prefix}k_proj", kv_rows, c.bias, rope)], hidden, linear),
+            load_packed(weights, [PackedRow(f"{prefix}k_proj", kv_rows, c.bias, rope)], hidden, operators.linear),
             values,
-            load_head_norm(weights, f"{prefix}k_norm", rope, c.shape.norm_eps),
-            RMSNorm(torch.ones(heads.head_dim), c.shape.norm_eps),
+            load_head_norm(operators, weights, f"{prefix}k_norm", rope, c.shape.norm_eps),
+            RMSNorm(operators.rms_norm, torch.ones(heads.head_dim), c.shape.norm_eps),
         )
     query = [PackedRow(f"{prefix}q_proj", heads.heads * heads.head_dim, c.bias, rope)]
     return _Attention(
         layer=index,
         kind=kind,
         shape=heads,
-        query=load_packed(weights, query, hidden, linear),
-        query_norm=load_head_norm(weights, f"{prefix}q_norm", rope, c.shape.norm_eps),
+        query=load_packed(weights, query, hidden, operators.linear),
+        query_norm=load_head_norm(operators, weights, f"{prefix}q_norm", rope, c.shape.norm_eps),
         own=own,
-        out=_load_out(c, prefix, heads, rope if c.keys_are_values and kind == FULL else None, weights, linear),
+        out=_load_out(c, prefix, heads, rope if c.keys_are_values and kind == FULL else None, weights, operators),
     )
 
 
 def _load_out(
-    c: Gemma4Config, prefix: str, heads: HeadShape, values_as: Rope | None, weights: Weights, linear: LinearFactory
+    c: Gemma4Config, prefix: str, heads: HeadShape, values_as: Rope | None, weights: Weights, operators: Operators
 ) -> Linear:
     """values_as: values that are keys come in the order of the keys' rows, so the columns are reordered alike."""
     if values_as is None:
-        return load_out(weights, prefix, heads, c.shape.hidden_size, c.bias, linear)
+        return load_out(weights, prefix, heads, c.shape.hidden_size, c.bias, operators.linear)
     shape = (c.shape.hidden_size, heads.heads * heads.head_dim)
     weight = values_as.interleave(weights.get(f"{prefix}o_proj.weight", shape).t()).t().contiguous()
-    return linear(weight, weights.get(f"{prefix}o_proj.bias", shape[:1]) if c.bias else None)
+    return operators.linear(weight, weights.get(f"{prefix}o_proj.bias", shape[:1]) if c.bias else None)
 
 
-def _load_mixture(
-    c: Gemma4Config, shape: ExpertShape, prefix: str, weights: Weights, linear: LinearFactory
-) -> _Mixture:
+def _load_mixture(c: Gemma4Config, shape: ExpertShape, prefix: str, weights: Weights, operators: Operators) -> _Mixture:
     hidden, eps = c.shape.hidden_size, c.shape.norm_eps
 
     def norm(name: str) -> RMSNorm:
-        return load_norm(weights, f"{prefix}{name}", hidden, eps)
+        return load_norm(operators, weights, f"{prefix}{name}", hidden, eps)
 
     gate_up = weights.get(f"{prefix}experts.gate_up_proj", (shape.experts, 2 * shape.width, hidden))
     down = weights.get(f"{prefix}experts.down_proj", (shape.experts, hidden, shape.width))
     experts = [
-        FeedForward(linear(gate_up[expert].clone(), None), linear(down[expert].clone(), None), c.gate)
+        FeedForward(
+            operators.linear(gate_up[expert].clone(), None), operators.linear(down[expert].clone(), None), c.gate
+        )
         for expert in range(shape.experts)
     ]
     return _Mixture(
-        norm=RMSNorm(weights.get(f"{prefix}router.scale", (hidden,)) * hidden**-0.5, eps),
-        logits=load_packed(weights, [PackedRow(f"{prefix}router.proj", shape.experts)], hidden, linear),
+        norm=RMSNorm(operators.rms_norm, weights.get(f"{prefix}router.scale", (hidden,)) * hidden**-0.5, eps),
+        logits=load_packed(weights, [PackedRow(f"{prefix}router.proj", shape.experts)], hidden, operators.linear),
         expert_scale=weights.get(f"{prefix}router.per_expert_scale", (shape.experts,)).float(),
         chosen=shape.chosen,
         before=norm("pre_feedforward_layernorm_2"),
@@ -244,11 +246,11 @@ def _load_mixture(
     )
 
 
-def _load_per_layer_gate(c: Gemma4Config, prefix: str, weights: Weights, linear: LinearFactory) -> _PerLayerGate:
+def _load_per_layer_gate(c: Gemma4Config, prefix: str, weights: Weights, operators: Operators) -> _PerLayerGate:
     hidden, size = c.shape.hidden_size, c.per_layer_size
     return _PerLayerGate(
-        load_packed(weights, [PackedRow(f"{prefix}per_layer_input_gate", size)], hidden, linear),
+        load_packed(weights, [PackedRow(f"{prefix}per_layer_input_gate", size)], hidden, operators.linear),
         c.gate,
-        load_packed(weights, [PackedRow(f"{prefix}per_layer_projection", hidden)], size, linear),
-        load_norm(weights, f"{prefix}post_per_layer_input_norm", hidden, c.shape.norm_eps),
+        load_packed(weights, [PackedRow(f"{prefix}per_layer_projection", hidden)], size, operators.linear),
+        load_norm(operators, weights, f"{prefix}post_per_layer_input_norm", hidden, c.shape.norm_eps),
     )

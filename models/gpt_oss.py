@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.models.attention import GroupedAttention, HeadShape, load_out, load_qkv
-from kvferry.models.base import Config, Linear, LinearFactory, Weights
+from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import FULL, SLIDING, Shape, count, layer_kinds, number
 from kvferry.models.feedforward import Experts, MixtureOfExperts, Routing, TransposedExperts
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
 from kvferry.models.mxfp4 import load_mxfp4
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
 from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
 
@@ -76,11 +77,13 @@ class GptOssConfig:
 class GptOss(LayerStack):
     """Experts are dequantised as they are loaded."""
 
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = GptOssConfig.from_json(config)
         caches = [LayerCache.attending(c.shape.kv_heads, c.shape.head_dim, window) for window in c.windows]
-        super().__init__(c.shape, caches, [c.rope], weights, linear)
-        self._layers = [_load_layer(c, f"{self.prefix}layers.{i}.", i, weights, linear) for i in range(c.shape.layers)]
+        super().__init__(c.shape, caches, [c.rope], weights, operators)
+        self._layers = [
+            _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
+        ]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:
@@ -109,24 +112,26 @@ class _Router:
         return Routing(best.indices, best.values.softmax(-1))
 
 
-def _load_layer(c: GptOssConfig, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+def _load_layer(c: GptOssConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
     shape, attention = c.shape, f"{prefix}self_attn."
     heads = HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
     grouped = GroupedAttention(
         layer=index,
-        qkv=load_qkv(weights, attention, heads, shape.hidden_size, c.bias, c.rope, linear),
-        out=load_out(weights, attention, heads, shape.hidden_size, c.bias, linear),
+        qkv=load_qkv(weights, attention, heads, shape.hidden_size, c.bias, c.rope, operators.linear),
+        out=load_out(weights, attention, heads, shape.hidden_size, c.bias, operators.linear),
         shape=heads,
         scale=shape.head_dim**-0.5,
         sinks=weights.get(f"{attention}sinks", (shape.heads,)),
     )
     norms = [
-        load_norm(weights, f"{prefix}{name}_layernorm", shape.hidden_size, shape.norm_eps)
+        load_norm(operators, weights, f"{prefix}{name}_layernorm", shape.hidden_size, shape.norm_eps)
         for name in ("input", "post_attention")
     ]
-    router = load_packed(weights, [PackedRow(f"{prefix}mlp.router", c.experts, True)], shape.hidden_size, linear)
+    router = load_packed(
+        weights, [PackedRow(f"{prefix}mlp.router", c.experts, True)], shape.hidden_size, operators.linear
+    )
     stored = _stored_experts(c, f"{prefix}mlp.experts.", weights)
-    experts = MixtureOfExperts(_Router(router, c.chosen), Experts(stored.pack(c.gate, linear)))
+    experts = MixtureOfExperts(_Router(router, c.chosen), Experts(stored.pack(c.gate, operators.linear)))
     return _Layer(norms[0], grouped, norms[1], experts)
 
 

@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import silu
 
 from kvferry.models.base import Attention, Linear, LinearFactory, Weights
-from kvferry.models.rope import Rope, rotate
+from kvferry.models.operators import RMSNormOperator, SiluProduct
+from kvferry.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
     """x / rms(x) * weight over the last axis, computed in float32."""
 
+    operator: RMSNormOperator
     weight: torch.Tensor
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * inverse).to(x.dtype) * self.weight
+        return self.operator(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +51,19 @@ def load_packed(weights: Weights, parts: Sequence[PackedRow], columns: int, line
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """down(silu(gate(x)) * up(x))."""
+    """residual += down(silu(gate(x)) * up(x))."""
 
     gate_up: Linear
+    silu_product: SiluProduct
     down: Linear
-    width: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.gate_up(x)
-        gate = silu(both[:, : self.width])
-        return self.down(gate.mul_(both[:, self.width :]))
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.down(self.silu_product(self.gate_up(x)), add_to=residual)
 
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Grouped-query attention over the paged cache. q_norm, k_norm: per-head norms before the rotation."""
+    """residual += grouped-query attention over the paged cache. q_norm, k_norm: per-head norms before the rotation."""
 
     layer: int
     qkv: Linear
@@ -77,16 +74,12 @@ class SelfAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def __call__(self, x: torch.Tensor, turn: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, turn: torch.Tensor, attention: Attention, residual: torch.Tensor
+    ) -> torch.Tensor:
         qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        rotated = self._rotated(qkv[:, : self.heads + self.kv_heads], turn)
-        q, k = rotated[:, : self.heads], rotated[:, self.heads :]
-        v = qkv[:, self.heads + self.kv_heads :]
-        mixed = attention(self.layer, q, k, v, self.head_dim**-0.5)
-        return self.out(mixed.reshape(x.shape[0], self.heads * self.head_dim))
-
-    def _rotated(self, qk: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        if self.q_norm is None or self.k_norm is None:
-            return rotate(qk, turn)
-        q, k = self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])
-        return rotate(torch.cat((q, k), dim=1), turn)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed = attention(self.layer, q, k, v, self.head_dim**-0.5, turn)
+        return self.out(mixed.reshape(x.shape[0], self.heads * self.head_dim), add_to=residual)

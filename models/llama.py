@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
-from kvferry.models.base import CausalLM, Config, ForwardBatch, LinearFactory, Weights
+from kvferry.models.base import CausalLM, Config, ForwardBatch, Weights
 from kvferry.models.checked import count
 from kvferry.models.layers import GatedMLP, PackedRow, RMSNorm, SelfAttention, load_packed
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
 
 
@@ -99,14 +100,14 @@ class LlamaConfig:
 class Llama(CausalLM):
     """Weights packed by `linear`; everything else as the checkpoint has it."""
 
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         self.config = LlamaConfig.from_json(config)
         c = self.config
         self._embedding = weights.get("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        self._layers = [_Layer.load(c, index, weights, linear) for index in range(c.layers)]
-        self._norm = RMSNorm(weights.get("model.norm.weight", (c.hidden_size,)), c.norm_eps)
+        self._layers = [_Layer.load(c, index, weights, operators) for index in range(c.layers)]
+        self._norm = RMSNorm(operators.rms_norm, weights.get("model.norm.weight", (c.hidden_size,)), c.norm_eps)
         head = self._embedding if c.tied else weights.get("lm_head.weight", (c.vocab_size, c.hidden_size))
-        self._head = linear(head, None)
+        self._head = operators.linear(head, None)
         self._turns = c.rope.table(c.max_context_tokens, self._embedding.device)
 
     @property
@@ -147,30 +148,30 @@ class _Layer:
     mlp: GatedMLP
 
     def __call__(self, x: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), turn, batch.attention)
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attention(self.attention_norm(x), turn, batch.attention, x)
+        return self.mlp(self.mlp_norm(x), x)
 
     @classmethod
-    def load(cls, c: LlamaConfig, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+    def load(cls, c: LlamaConfig, index: int, weights: Weights, operators: Operators) -> _Layer:
         prefix = f"model.layers.{index}."
 
         def norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(weights.get(f"{prefix}{name}.weight", (size,)), c.norm_eps)
+            return RMSNorm(operators.rms_norm, weights.get(f"{prefix}{name}.weight", (size,)), c.norm_eps)
 
         up = [PackedRow(f"{prefix}mlp.{name}_proj", c.intermediate_size, c.mlp_bias) for name in ("gate", "up")]
         down = [PackedRow(f"{prefix}mlp.down_proj", c.hidden_size, c.mlp_bias)]
         mlp = GatedMLP(
-            load_packed(weights, up, c.hidden_size, linear),
-            load_packed(weights, down, c.intermediate_size, linear),
-            c.intermediate_size,
+            load_packed(weights, up, c.hidden_size, operators.linear),
+            operators.silu_product,
+            load_packed(weights, down, c.intermediate_size, operators.linear),
         )
-        attention = _load_attention(c, index, weights, linear)
+        attention = _load_attention(c, index, weights, operators)
         sizes = ("input_layernorm", "post_attention_layernorm")
         first, second = (norm(name, c.hidden_size) for name in sizes)
         return cls(first, attention, second, mlp)
 
 
-def _load_attention(c: LlamaConfig, index: int, weights: Weights, linear: LinearFactory) -> SelfAttention:
+def _load_attention(c: LlamaConfig, index: int, weights: Weights, operators: Operators) -> SelfAttention:
     prefix = f"model.layers.{index}.self_attn."
     q_rows, kv_rows = c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts = [
@@ -180,12 +181,13 @@ def _load_attention(c: LlamaConfig, index: int, weights: Weights, linear: Linear
     ]
 
     def head_norm(name: str) -> RMSNorm:
-        return RMSNorm(c.rope.interleave(weights.get(f"{prefix}{name}.weight", (c.head_dim,))), c.norm_eps)
+        weight = c.rope.interleave(weights.get(f"{prefix}{name}.weight", (c.head_dim,)))
+        return RMSNorm(operators.rms_norm, weight, c.norm_eps)
 
     return SelfAttention(
         layer=index,
-        qkv=load_packed(weights, parts, c.hidden_size, linear),
-        out=load_packed(weights, [PackedRow(f"{prefix}o_proj", c.hidden_size, c.out_bias)], q_rows, linear),
+        qkv=load_packed(weights, parts, c.hidden_size, operators.linear),
+        out=load_packed(weights, [PackedRow(f"{prefix}o_proj", c.hidden_size, c.out_bias)], q_rows, operators.linear),
         heads=c.heads,
         kv_heads=c.kv_heads,
         head_dim=c.head_dim,

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.core import CheckpointError, GroupKind
 from kvferry.models.attention import GroupedAttention, HeadShape, load_out, load_qkv
-from kvferry.models.base import Config, Linear, LinearFactory, Weights
+from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import CHUNKED, FULL, Shape, count, layer_kinds, number, text_config
 from kvferry.models.feedforward import (
     Experts,
@@ -22,6 +22,7 @@ from kvferry.models.feedforward import (
     load_feed_forward,
 )
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config, rotate
 from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
 
@@ -122,11 +123,13 @@ def _rotated(config: Config, layers: int) -> tuple[bool, ...]:
 class Llama4(LayerStack):
     """Alone, or the text part of Llama4ForConditionalGeneration."""
 
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = Llama4Config.from_json(config)
         caches = [c.cache_of(layer) for layer in range(c.shape.layers)]
-        super().__init__(c.shape, caches, [c.rope], weights, linear)
-        self._layers = [_load_layer(c, f"{self.prefix}layers.{i}.", i, weights, linear) for i in range(c.shape.layers)]
+        super().__init__(c.shape, caches, [c.rope], weights, operators)
+        self._layers = [
+            _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
+        ]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:
@@ -176,44 +179,44 @@ class _Router:
         return Routing(best.indices, torch.sigmoid(best.values.float()))
 
 
-def _load_layer(c: Llama4Config, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+def _load_layer(c: Llama4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
     shape = c.shape
 
     def norm(which: str) -> RMSNorm:
-        return load_norm(weights, f"{prefix}{which}_layernorm", shape.hidden_size, shape.norm_eps)
+        return load_norm(operators, weights, f"{prefix}{which}_layernorm", shape.hidden_size, shape.norm_eps)
 
     name = f"{prefix}feed_forward."
     feed_forward: FeedForward | MixtureOfExperts
     if index in c.moe_layers:
-        feed_forward = _load_experts(c, name, weights, linear)
+        feed_forward = _load_experts(c, name, weights, operators)
     else:
-        feed_forward = load_feed_forward(weights, name, shape.hidden_size, c.dense_width, c.gate, linear)
-    attention = _load_attention(c, f"{prefix}self_attn.", index, weights, linear)
+        feed_forward = load_feed_forward(weights, name, shape.hidden_size, c.dense_width, c.gate, operators.linear)
+    attention = _load_attention(c, f"{prefix}self_attn.", index, weights, operators)
     return _Layer(norm("input"), attention, norm("post_attention"), feed_forward)
 
 
-def _load_attention(c: Llama4Config, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Attention:
+def _load_attention(c: Llama4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Attention:
     """The checkpoint's pairs stand side by side already."""
     shape = c.shape
     heads = HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
     inner = GroupedAttention(
         layer=index,
-        qkv=load_qkv(weights, prefix, heads, shape.hidden_size, c.bias, None, linear),
-        out=load_out(weights, prefix, heads, shape.hidden_size, c.bias, linear),
+        qkv=load_qkv(weights, prefix, heads, shape.hidden_size, c.bias, None, operators.linear),
+        out=load_out(weights, prefix, heads, shape.hidden_size, c.bias, operators.linear),
         shape=heads,
         scale=shape.head_dim**-0.5,
     )
-    norm = RMSNorm(torch.ones(shape.head_dim), shape.norm_eps) if c.qk_norm else None
+    norm = RMSNorm(operators.rms_norm, torch.ones(shape.head_dim), shape.norm_eps) if c.qk_norm else None
     return _Attention(inner, c.rotated[index], norm, c.temperature)
 
 
-def _load_experts(c: Llama4Config, prefix: str, weights: Weights, linear: LinearFactory) -> MixtureOfExperts:
+def _load_experts(c: Llama4Config, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden, width = c.shape.hidden_size, c.expert_width
-    router = load_packed(weights, [PackedRow(f"{prefix}router", c.experts)], hidden, linear)
+    router = load_packed(weights, [PackedRow(f"{prefix}router", c.experts)], hidden, operators.linear)
     stored = TransposedExperts(
         weights.get(f"{prefix}experts.gate_up_proj", (c.experts, hidden, 2 * width)),
         weights.get(f"{prefix}experts.down_proj", (c.experts, width, hidden)),
     )
-    shared = load_feed_forward(weights, f"{prefix}shared_expert.", hidden, width, c.gate, linear)
-    experts = Experts(stored.pack(c.gate, linear), scale_input=True)
+    shared = load_feed_forward(weights, f"{prefix}shared_expert.", hidden, width, c.gate, operators.linear)
+    experts = Experts(stored.pack(c.gate, operators.linear), scale_input=True)
     return MixtureOfExperts(_Router(router, c.chosen), experts, shared)

@@ -12,15 +12,16 @@ from typing import cast
 import torch
 
 from kvferry.core import CheckpointError, ConfigError, Registry
-from kvferry.models.base import CausalLM, Config, LinearFactory, Weights
+from kvferry.models.base import CausalLM, Config, Weights
 from kvferry.models.checked import text_config
 from kvferry.models.convert import convert_gguf
 from kvferry.models.fingerprint import checkpoint_fingerprint
+from kvferry.models.operators import Operators
 from kvferry.models.progress import ProgressCallback
 from kvferry.models.weights import CheckpointWeights
 from kvferry.resolution import find_card, required_implementation
 
-Implementation = Callable[[Config, Weights, LinearFactory], CausalLM]
+Implementation = Callable[[Config, Weights, Operators], CausalLM]
 """What a card's lazy path names: builds the model, taking every tensor it needs from the weights."""
 
 KNOWN_MODELS: Registry[Callable[[], Path]] = Registry("model", "model")
@@ -80,16 +81,16 @@ def read_config(model_dir: Path) -> Config:
 
 def load_model(
     model_dir: Path,
-    linear: LinearFactory,
+    operators: Operators,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> CausalLM:
-    """The model in `model_dir`, its weights read, packed by `linear` and held by the result alone."""
+    """The model in `model_dir`, its weights read, packed by `operators.linear` and held by the result alone."""
     config = read_config(model_dir)
     build = find_implementation(config)
     _refuse_quantised(config)
     with CheckpointWeights(Path(model_dir), dtype, torch.device(device)) as weights:
-        return build(config, weights, linear)
+        return build(config, weights, operators)
 
 
 def _refuse_quantised(config: Config) -> None:

@@ -10,7 +10,7 @@ from torch.nn.functional import softmax
 
 from kvferry.core import CheckpointError
 from kvferry.models.attention import GroupedAttention, HeadShape, load_head_norm, load_out, load_qkv
-from kvferry.models.base import Config, Linear, LinearFactory, Weights
+from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import Shape, count
 from kvferry.models.feedforward import (
     Experts,
@@ -23,6 +23,7 @@ from kvferry.models.feedforward import (
 )
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
 from kvferry.models.llama import windows_of
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
 from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
 
@@ -94,11 +95,13 @@ class SparseLlamaConfig:
 
 
 class SparseLlama(LayerStack):
-    def __init__(self, config: Config, weights: Weights, linear: LinearFactory) -> None:
+    def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = SparseLlamaConfig.from_json(config)
         caches = [LayerCache.attending(c.shape.kv_heads, c.shape.head_dim, window) for window in c.windows]
-        super().__init__(c.shape, caches, [c.rope], weights, linear)
-        self._layers = [_load_layer(c, f"{self.prefix}layers.{i}.", i, weights, linear) for i in range(c.shape.layers)]
+        super().__init__(c.shape, caches, [c.rope], weights, operators)
+        self._layers = [
+            _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
+        ]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:
@@ -129,32 +132,36 @@ class _Router:
         return Routing(best.indices, shares)
 
 
-def _load_layer(c: SparseLlamaConfig, prefix: str, index: int, weights: Weights, linear: LinearFactory) -> _Layer:
+def _load_layer(c: SparseLlamaConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
     hidden = c.shape.hidden_size
     first, second = (
-        load_norm(weights, f"{prefix}{name}_layernorm", hidden, c.shape.norm_eps)
+        load_norm(operators, weights, f"{prefix}{name}_layernorm", hidden, c.shape.norm_eps)
         for name in ("input", "post_attention")
     )
     feed_forward: FeedForward | MixtureOfExperts
     if index in c.sparse:
-        feed_forward = _load_experts(c, f"{prefix}{c.traits.block}", weights, linear)
+        feed_forward = _load_experts(c, f"{prefix}{c.traits.block}", weights, operators)
     else:
-        feed_forward = load_feed_forward(weights, f"{prefix}mlp.", hidden, c.dense_width, c.gate, linear)
-    return _Layer(first, _load_attention(c, f"{prefix}self_attn.", index, weights, linear), second, feed_forward)
+        feed_forward = load_feed_forward(weights, f"{prefix}mlp.", hidden, c.dense_width, c.gate, operators.linear)
+    return _Layer(first, _load_attention(c, f"{prefix}self_attn.", index, weights, operators), second, feed_forward)
 
 
 def _load_attention(
-    c: SparseLlamaConfig, prefix: str, index: int, weights: Weights, linear: LinearFactory
+    c: SparseLlamaConfig, prefix: str, index: int, weights: Weights, operators: Operators
 ) -> GroupedAttention:
     heads, hidden = HeadShape(c.shape.heads, c.shape.kv_heads, c.shape.head_dim), c.shape.hidden_size
 
     def norm(name: str) -> RMSNorm | None:
-        return load_head_norm(weights, f"{prefix}{name}", c.rope, c.shape.norm_eps) if c.traits.qk_norm else None
+        return (
+            load_head_norm(operators, weights, f"{prefix}{name}", c.rope, c.shape.norm_eps)
+            if c.traits.qk_norm
+            else None
+        )
 
     return GroupedAttention(
         layer=index,
-        qkv=load_qkv(weights, prefix, heads, hidden, c.bias, c.rope, linear),
-        out=load_out(weights, prefix, heads, hidden, c.bias, linear),
+        qkv=load_qkv(weights, prefix, heads, hidden, c.bias, c.rope, operators.linear),
+        out=load_out(weights, prefix, heads, hidden, c.bias, operators.linear),
         shape=heads,
         scale=heads.head_dim**-0.5,
         q_norm=norm("q_norm"),
@@ -162,13 +169,15 @@ def _load_attention(
     )
 
 
-def _load_experts(c: SparseLlamaConfig, prefix: str, weights: Weights, linear: LinearFactory) -> MixtureOfExperts:
+def _load_experts(c: SparseLlamaConfig, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden = c.shape.hidden_size
     router = _Router(
-        load_packed(weights, [PackedRow(f"{prefix}gate", c.experts)], hidden, linear), c.chosen, c.normalised
+        load_packed(weights, [PackedRow(f"{prefix}gate", c.experts)], hidden, operators.linear), c.chosen, c.normalised
     )
     experts = [
-        load_feed_forward(weights, f"{prefix}experts.{expert}.", hidden, c.expert_width, c.gate, linear, c.traits.names)
+        load_feed_forward(
+            weights, f"{prefix}experts.{expert}.", hidden, c.expert_width, c.gate, operators.linear, c.traits.names
+        )
         for expert in range(c.experts)
     ]
     return MixtureOfExperts(router, Experts(experts))

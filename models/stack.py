@@ -10,9 +10,10 @@ import torch
 from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
-from kvferry.models.base import Attention, CausalLM, ForwardBatch, LinearFactory, Weights
+from kvferry.models.base import Attention, CausalLM, ForwardBatch, Weights
 from kvferry.models.checked import Shape
 from kvferry.models.layers import RMSNorm
+from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -71,7 +72,7 @@ class LayerStack(CausalLM):
         caches: Sequence[LayerCache | None],
         ropes: Sequence[Rope],
         weights: Weights,
-        linear: LinearFactory,
+        operators: Operators,
         *,
         norm_offset: float = 0.0,
         embedding_scale: float = 1.0,
@@ -84,9 +85,9 @@ class LayerStack(CausalLM):
         self._embedding_scale, self._logit_cap = embedding_scale, logit_cap
         size = (shape.vocab_size, shape.hidden_size)
         self._embedding = weights.get(f"{self.prefix}embed_tokens.weight", size)
-        self._norm = load_norm(weights, f"{self.prefix}norm", shape.hidden_size, shape.norm_eps, norm_offset)
+        self._norm = load_norm(operators, weights, f"{self.prefix}norm", shape.hidden_size, shape.norm_eps, norm_offset)
         head = self._embedding if shape.tied else weights.get(_head_name(self.prefix), size)
-        self._head = linear(head, None)
+        self._head = operators.linear(head, None)
 
     @property
     def limits(self) -> ModelLimits:
@@ -123,6 +124,6 @@ def _head_name(prefix: str) -> str:
     return "language_model.lm_head.weight" if prefix == "language_model.model." else "lm_head.weight"
 
 
-def load_norm(weights: Weights, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+def load_norm(operators: Operators, weights: Weights, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
     """offset: what the family adds to the weight as it is stored."""
-    return RMSNorm(weights.get(f"{name}.weight", (size,)) + offset, eps)
+    return RMSNorm(operators.rms_norm, weights.get(f"{name}.weight", (size,)) + offset, eps)

@@ -13,7 +13,7 @@ from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS
 from plain_cluster import PlainCluster
 
 from kvferry.core import DType, GroupKind, KVLayout, SamplingParams
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 CASES = [(name, manager) for manager, names in DISAGGREGATED.items() for name in names]
@@ -24,7 +24,7 @@ class FamilyPair:
 
     def __init__(self, name: str, manager: str, cluster: PlainCluster) -> None:
         self.name, self.manager, self.cluster = name, manager, cluster
-        model = load_model(cluster.model_dir, lambda weight, bias=None: lambda x: x)
+        model = load_model(cluster.model_dir, torch_operators())
         self.layouts = model.layouts(BLOCK, DType.FLOAT32)
 
     def cold_nbytes(self, tokens: int) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from kvferry.core import AxisOrder, ConfigError, DType, GroupKind, KVLayout
-from kvferry.engine.attention import AttentionChunk, PagedAttention, decode_batches
-from kvferry.engine.linear import linear_factory
+from kvferry.engine.attention import PagedAttention, decode_batches
+from kvferry.engine.kernels import Kernels
+from kvferry.engine.operators import operators_for
+from kvferry.engine.spans import AttentionChunk
 from kvferry.kvcache import KVPool
 from kvferry.models import CausalLM, ForwardBatch, load_model
 
@@ -45,6 +47,7 @@ class Scene:
 
     pool: KVPool
     lengths: Sequence[int]
+    kernels: ClassVar[Kernels] = Kernels.AUTO
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(self.lengths))
@@ -60,7 +63,7 @@ class Scene:
     def run(self, ranges: Sequence[tuple[int, int, int]], drop: bool = False) -> list[list[torch.Tensor]]:
         """One step of (sequence, start, stop) chunks; per layer, each chunk's output. drop: leave stale blocks out."""
         chunks = [self._chunk(*span, drop=drop) for span in ranges]
-        attention = PagedAttention([self.pool], chunks)
+        attention = PagedAttention([self.pool], chunks, self.kernels)
         outputs = []
         for layer in (0, 1):
             rows = torch.cat([self.qkv[sequence][layer, start:stop] for sequence, start, stop in ranges])
@@ -90,6 +93,12 @@ class Scene:
             for (sequence, start, stop), out in zip(ranges, outputs, strict=True):
                 expected = self.expected(sequence, layer, start, stop)
                 torch.testing.assert_close(out, expected, rtol=0, atol=2e-6, msg=f"{sequence, layer, start, stop}")
+
+
+@pytest.fixture(autouse=True, params=[Kernels.NATIVE, Kernels.TORCH], ids=lambda kernels: kernels.value)
+def _both_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here holds for the compiled kernels and for torch's."""
+    monkeypatch.setattr(Scene, "kernels", request.param)
 
 
 ORDERS = pytest.mark.parametrize("order", AxisOrder)
@@ -165,7 +174,7 @@ def test_two_groups_have_their_own_tables() -> None:
     full = Scene(nan_pool(layout_of()), [30])
     windowed = Scene(nan_pool(KVLayout(GroupKind.WINDOW, (2, 3), KV_HEADS, DIM, window=9, tokens_per_block=4)), [1])
     chunk = AttentionChunk(0, 30, (full.tables[0], range(8)), (0, 0))
-    attention = PagedAttention([full.pool, windowed.pool], [chunk])
+    attention = PagedAttention([full.pool, windowed.pool], [chunk], Scene.kernels)
     q, k, v = full.qkv[0][0].split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     torch.testing.assert_close(attention(0, q, k, v, SCALE), full.expected(0, 0, 0, 30), rtol=0, atol=2e-6)
     near = attention(2, q, k, v, SCALE)
@@ -207,13 +216,13 @@ class Paged:
             positions += range(start, start + len(tokens))
             token_ids += tokens
         rows = torch.arange(len(token_ids))
-        attention = PagedAttention(self.pools, chunks)
+        attention = PagedAttention(self.pools, chunks, Scene.kernels)
         return self.model.forward(ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), rows, attention))
 
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_dir: Path) -> Paged:
-    model = load_model(smollm2_dir, linear_factory())
+    model = load_model(smollm2_dir, operators_for())
     return Paged(model, [nan_pool(layout, 48) for layout in model.layouts(16, DType.FLOAT32)])
 
 

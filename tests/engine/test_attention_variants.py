@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvferry.core import AxisOrder, GroupKind, KVLayout
-from kvferry.engine.attention import AttentionChunk, PagedAttention, lowest_attended
+from kvferry.engine.attention import PagedAttention
+from kvferry.engine.spans import AttentionChunk, lowest_attended
 from kvferry.kvcache import KVPool
 
 HEADS, DIM, BLOCK, BLOCKS, SCALE = 6, 16, 8, 64, 0.3

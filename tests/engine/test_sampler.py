@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvferry.core import SamplingParams
-from kvferry.engine.sampler import RowRequest, sample, uniform
+from kvferry.engine.sampler import RowRequest, _largest, sample, uniform
 
 
 def one(logits: list[float], position: int = 5, **params: object) -> int:
@@ -127,3 +127,43 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(500, 1)
     rows = [RowRequest(SamplingParams(seed=4), position) for position in range(500)]
     assert {sampled.token_id for sampled in sample(logits, rows)} == {1, 3}
+
+
+MIXTURE = [
+    {"temperature": 0.0, "logprobs": 3},
+    {"top_k": 7, "top_p": 0.8, "logprobs": 0},
+    {"top_k": 300, "min_p": 0.01},
+    {"top_p": 0.6},
+    {"top_p": 0.999, "logprobs": 5},
+    {"temperature": 1.7},
+    {"temperature": 0.3, "min_p": 0.1},
+]
+
+
+def test_a_row_is_sampled_alike_in_any_batch() -> None:
+    logits = torch.randn(len(MIXTURE) * 9, 64 * 40, generator=torch.Generator().manual_seed(5)) * 2
+    rows = [RowRequest(SamplingParams(seed=n, **MIXTURE[n % len(MIXTURE)]), n) for n in range(len(logits))]  # type: ignore[arg-type]
+    together = sample(logits.clone(), rows)
+    for index, row in enumerate(rows):
+        alone = sample(logits[index : index + 1].clone(), [row])[0]
+        assert alone.token_id == together[index].token_id
+        assert (alone.logprob is None) == (together[index].logprob is None)
+
+
+@pytest.mark.parametrize("count", [1, 5, 10, 11, 200])
+@pytest.mark.parametrize("vocab", [64 * 40, 64 * 40 + 1, 210])
+def test_the_largest_in_two_steps(count: int, vocab: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(count))
+    values, ids = _largest(logits, count)
+    expected = logits.topk(count)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 100}, {"top_p": 1 - 1e-9}])
+def test_suppressed_tokens_at_the_end_are_never_hit(params: dict[str, object]) -> None:
+    """Rounding puts a point near 1 past the end: then the last token that has a chance is taken."""
+    for position in range(300):
+        logits = torch.zeros(1, 130)
+        row = RowRequest(SamplingParams(seed=3, **params), position, suppressed=frozenset(range(5, 130)))  # type: ignore[arg-type]
+        assert sample(logits, [row])[0].token_id < 5

@@ -11,14 +11,11 @@ import torch
 from checkpoints import random_checkpoint
 
 from kvferry.core import DType, GroupKind, KVLayout
-from kvferry.models import ForwardBatch, Linear, load_model
+from kvferry.models import ForwardBatch, load_model, torch_operators
+from kvferry.models.rope import rotate
 
 Logits = Callable[[Path, Sequence[int]], torch.Tensor]
 Checkpoint = Callable[..., Path]
-
-
-def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    return lambda x: torch.nn.functional.linear(x, weight, bias)
 
 
 def _dense_attention(layouts: Sequence[KVLayout]) -> Callable[..., torch.Tensor]:
@@ -31,11 +28,14 @@ def _dense_attention(layouts: Sequence[KVLayout]) -> Callable[..., torch.Tensor]
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
+        turn: torch.Tensor | None = None,
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layout = layout_of[layer]
         assert k.shape[1:] == (layout.kv_heads, layout.head_dim)
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
         v = k if layout.planes == 1 else v
         share, n = q.shape[1] // k.shape[1], len(q)
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
@@ -59,7 +59,7 @@ def our_logits() -> Logits:
     """`our_logits(model_dir, token_ids)`: float32 [tokens, vocab] of the native model."""
 
     def run(model_dir: Path, token_ids: Sequence[int]) -> torch.Tensor:
-        model = load_model(model_dir, plain_linear)
+        model = load_model(model_dir, torch_operators())
         rows = torch.arange(len(token_ids))
         batch = ForwardBatch(
             torch.tensor(list(token_ids)), rows, rows, _dense_attention(model.layouts(16, DType.FLOAT32))

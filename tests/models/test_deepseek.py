@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 from kvferry.models.deepseek import DeepseekConfig, GroupRouter, RouterShape
 
 SIZES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_logits_equal_transformers(name: str, checkpoint: Any, assert_logits: An
 
 
 def test_a_token_caches_one_latent_for_all_heads(checkpoint: Any) -> None:
-    model = load_model(checkpoint(SHAPES["usual"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["usual"]), torch_operators())
     (layout,) = model.layouts(16, DType.FLOAT32)
     assert (layout.kind, layout.layers, layout.planes) == (GroupKind.MLA, (0, 1, 2), 1)
     assert (layout.kv_heads, layout.head_dim) == (1, 24 + 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import random_checkpoint
@@ -12,11 +11,7 @@ from families import FAMILIES
 from safetensors.torch import load_file, save_file
 
 from kvferry.core import CheckpointError
-from kvferry.models import Linear, load_model
-
-
-def no_linear(weight: Any, bias: Any = None) -> Linear:
-    return lambda x: x
+from kvferry.models import load_model, torch_operators
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -27,17 +22,17 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_every_tensor_that_is_missing_or_has_another_shape_is_named(model_dir: Path) -> None:
     path = model_dir / "model.safetensors"
     whole = load_file(path)
-    load_model(model_dir, no_linear)
+    load_model(model_dir, torch_operators())
     last = [name for name in sorted(whole) if ".layers.3." in name]
     assert len(last) > 8
     for name in last:
         save_file({key: value for key, value in whole.items() if key != name}, path)
         with pytest.raises(CheckpointError, match=f"tensor {name} is missing from"):
-            load_model(model_dir, no_linear)
+            load_model(model_dir, torch_operators())
         shape = tuple(whole[name].shape)
         save_file({**whole, name: whole[name][:-1].contiguous()}, path)
         with pytest.raises(CheckpointError) as caught:
-            load_model(model_dir, no_linear)
+            load_model(model_dir, torch_operators())
         assert f"tensor {name}" in caught.value.message
         assert f"has shape {(shape[0] - 1, *shape[1:])}, config.json calls for {shape}" in caught.value.message
     save_file(whole, path)
@@ -48,7 +43,7 @@ def test_a_file_that_is_cut_short_is_named(model_dir: Path, tmp_path: Path) -> N
     whole = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read .damaged or cut short"):
-        load_model(tmp_path, no_linear)
+        load_model(tmp_path, torch_operators())
 
 
 def test_weights_that_need_scales_are_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -58,5 +53,5 @@ def test_weights_that_need_scales_are_refused(model_dir: Path, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((model_dir / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="weights quantised by 'fp8' cannot be loaded") as caught:
-        load_model(tmp_path, no_linear)
+        load_model(tmp_path, torch_operators())
     assert caught.value.field == "quantization_config"

@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma3Config, Gemma3TextConfig
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 from kvferry.models.gemma3 import Gemma3Config as OurConfig
 
 SIZES: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_the_text_part_of_a_wrapper(checkpoint: Any, assert_logits: Any) -> None
 
 
 def test_sliding_and_full_layers_are_two_groups(checkpoint: Any) -> None:
-    model = load_model(checkpoint(SHAPES["alternating"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["alternating"]), torch_operators())
     window, full = model.layouts(16, DType.FLOAT32)
     assert (window.kind, window.layers, window.window) == (GroupKind.WINDOW, (0, 2), 9)
     assert (full.kind, full.layers, full.window) == (GroupKind.FULL, (1, 3), None)

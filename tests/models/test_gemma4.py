@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma4Config, Gemma4TextConfig
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 from kvferry.models.attention import HeadShape
 from kvferry.models.gemma4_config import Gemma4Config as OurConfig
 
@@ -75,7 +75,7 @@ def test_the_text_part_of_a_wrapper(checkpoint: Any, assert_logits: Any) -> None
 
 
 def test_groups_differ_in_head_size_and_sharing_layers_hold_nothing(checkpoint: Any) -> None:
-    model = load_model(checkpoint(SHAPES["shared-double-wide"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["shared-double-wide"]), torch_operators())
     window, full = model.layouts(16, DType.FLOAT32)
     assert (window.kind, window.layers, window.window, window.head_dim) == (GroupKind.WINDOW, (0,), 9, 16)
     assert (full.kind, full.layers, full.window, full.head_dim) == (GroupKind.FULL, (1,), None, 32)

@@ -12,7 +12,7 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 from kvferry.models.gpt_oss import GptOssConfig as OurConfig
 
 SIZES: dict[str, Any] = {
@@ -58,7 +58,7 @@ def test_logits_equal_transformers(name: str, checkpoint: Any, assert_logits: An
 
 
 def test_sliding_and_full_layers_are_two_groups(checkpoint: Any) -> None:
-    model = load_model(checkpoint(SHAPES["alternating"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["alternating"]), torch_operators())
     window, full = model.layouts(16, DType.FLOAT32)
     assert (window.kind, window.layers, window.window) == (GroupKind.WINDOW, (0, 2), 9)
     assert (full.kind, full.layers, full.window) == (GroupKind.FULL, (1, 3), None)

@@ -62,9 +62,9 @@ def test_logits_equal_transformers(name: str, checkpoint: Any, our_logits: Any, 
 
 
 def test_windows_make_their_own_layer_groups(checkpoint: Any) -> None:
-    from kvferry.models import load_model
+    from kvferry.models import load_model, torch_operators
 
-    model = load_model(checkpoint(SHAPES["qwen2-windows"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["qwen2-windows"]), torch_operators())
     full, window = model.layouts(16, DType.BFLOAT16)
     assert (full.kind, full.layers, full.window) == (GroupKind.FULL, (0,), None)
     assert (window.kind, window.layers, window.window) == (GroupKind.WINDOW, (1, 2), 8)

@@ -8,7 +8,7 @@ import pytest
 from transformers import Llama4Config, Llama4TextConfig
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 from kvferry.models.llama4 import Llama4Config as OurConfig
 
 SIZES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_the_text_part_of_a_wrapper(checkpoint: Any, assert_logits: Any) -> None
 
 
 def test_chunked_and_full_layers_are_two_groups(checkpoint: Any) -> None:
-    model = load_model(checkpoint(SHAPES["scout"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["scout"]), torch_operators())
     chunked, full = model.layouts(16, DType.FLOAT32)
     assert (chunked.kind, chunked.layers, chunked.window) == (GroupKind.CHUNKED, (0, 1, 2), 24)
     assert (full.kind, full.layers, full.window) == (GroupKind.FULL, (3,), None)

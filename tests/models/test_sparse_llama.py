@@ -8,7 +8,7 @@ import pytest
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model
+from kvferry.models import load_model, torch_operators
 from kvferry.models.sparse_llama import SparseLlamaConfig
 
 SIZES: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_logits_equal_transformers(name: str, checkpoint: Any, assert_logits: An
 
 
 def test_a_window_holds_for_every_layer(checkpoint: Any) -> None:
-    model = load_model(checkpoint(SHAPES["mixtral-window-tied"]), lambda weight, bias=None: lambda x: x)
+    model = load_model(checkpoint(SHAPES["mixtral-window-tied"]), torch_operators())
     (layout,) = model.layouts(16, DType.FLOAT32)
     assert (layout.kind, layout.layers, layout.window) == (GroupKind.WINDOW, (0, 1, 2), 9)
 

@@ -9,7 +9,7 @@ from checkpoints import random_checkpoint
 from families import DISAGGREGATED, FAMILIES, NEEDS_V2
 
 from kvferry.core import DType
-from kvferry.models import load_model, read_config
+from kvferry.models import load_model, read_config, torch_operators
 from kvferry.models.table import FAMILIES as TABLE
 from kvferry.models.table import main, rows, unimplemented, with_generated_part
 from kvferry.resolution import CARDS, find_card
@@ -39,7 +39,7 @@ def test_a_family_is_said_to_do_what_its_tests_do(name: str, tmp_path: Path) -> 
     card = find_card(read_config(model_dir))
     assert card.implementation is not None
     family = TABLE[card.implementation]
-    model = load_model(model_dir, lambda weight, bias=None: lambda x: x)
+    model = load_model(model_dir, torch_operators())
     assert {layout.kind for layout in model.layouts(16, DType.FLOAT32)} <= set(family.groups)
     assert family.one_worker == (("V2",) if name in NEEDS_V2 else ("V1", "V2"))
     tried = {manager for manager, names in DISAGGREGATED.items() if name in names}

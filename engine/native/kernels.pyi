@@ -1,0 +1,74 @@
+"""The compiled kernels. Tensors are passed as addresses of float32 elements, strides in elements; an address of 0
+stands for "none". Every call releases the GIL and blocks until done. Shapes are the caller's duty."""
+
+PANEL: int
+
+def available() -> list[str]:
+    """Kernel sets this CPU can run, widest first."""
+
+def use(name: str) -> bool:
+    """Process-wide. False, and nothing changes, when this CPU cannot run it."""
+
+def selected() -> str: ...
+def advise_huge(address: int, nbytes: int) -> bool:
+    """Asks the system to back page-aligned memory with huge pages; False where it has none to give."""
+
+def packed_floats(outputs: int, columns: int) -> int: ...
+def pack(weight: int, outputs: int, columns: int, packed: int, threads: int) -> None: ...
+def linear(
+    x: int,
+    x_stride: int,
+    rows: int,
+    columns: int,
+    packed: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    outputs: int,
+    add: bool,
+    threads: int,
+    /,
+) -> None:
+    """y (+)= x W^T + bias."""
+
+def rms_norm(
+    x: int, x_stride: int, weight: int, eps: float, y: int, rows: int, columns: int, threads: int, /
+) -> None: ...
+def silu_mul(both: int, y: int, rows: int, columns: int, threads: int, /) -> None:
+    """both: [rows, 2 * columns], gate beside up."""
+
+class AttentionStep:
+    """One step of one layer group. spans: (row, start, length, lowest, number of blocks) of each sequence."""
+
+    def __init__(
+        self,
+        pool: int,
+        slot_stride: int,
+        plane_stride: int,
+        head_stride: int,
+        token_stride: int,
+        tokens_per_block: int,
+        window: int,
+        blocks: list[int],
+        spans: list[tuple[int, int, int, int, int]],
+        /,
+    ) -> None: ...
+    def attend(
+        self,
+        layer_offset: int,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        turn: int,
+        out: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        scale: float,
+        threads: int,
+        /,
+    ) -> None:
+        """Stores the step's K and V, then attends; q and k are turned on the way where `turn` is given."""

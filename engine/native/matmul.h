@@ -1,0 +1,115 @@
+// The one inner loop: a few rows of A times a panel of B. Linears, scores and mixing of values are made of it.
+#pragma once
+
+#include "kernels.h"
+#include "vector.h"
+
+namespace {
+
+using kvferry::native::kPanel;
+
+// Rows whose sums fit into the registers beside the panel's vectors.
+constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+// How far ahead of use a panel is fetched, in floats: a page, which is where the hardware's own streams end.
+constexpr std::ptrdiff_t kAhead = 1024;
+
+// What is fetched while a tile is computed.
+enum class Fetch {
+  kNothing,
+  kPanel,      // this panel, a page ahead
+  kNextPanel,  // the next one, for tiles whose panel is in the cache already
+};
+
+struct Tile {
+  const float* a;
+  std::ptrdiff_t a_stride;
+  const float* b;  // [depth][kPanel]
+  float* c;
+  std::ptrdiff_t c_stride;
+  int depth;
+  bool add;           // to what c holds
+  const float* bias;  // of this panel's outputs, or null
+  int width;          // columns of c, at most kPanel
+};
+
+template <int kVecs>
+inline Vec initial(const Tile& t, int row, int vec) {
+  const int offset = vec * kLanes, left = t.width - offset;
+  Vec v = {};
+  if (left <= 0) return v;
+  const bool whole = left >= kLanes;
+  if (t.bias) v = whole ? load(t.bias + offset) : load_part(t.bias + offset, left);
+  const float* c = t.c + row * t.c_stride + offset;
+  if (t.add) v += whole ? load(c) : load_part(c, left);
+  return v;
+}
+
+// kRows rows by kVecs vectors of the panel, from its column `first`.
+// kStride: the distance of a's rows, or 0: as t says.
+template <int kRows, int kVecs, Fetch kFetch, int kStride>
+void tile_part(const Tile& t, int first) {
+  Tile part = t;
+  part.b += first, part.c += first, part.width -= first;
+  if (part.bias) part.bias += first;
+  Vec sums[kRows][kVecs];
+  for (int row = 0; row < kRows; ++row)
+    for (int vec = 0; vec < kVecs; ++vec) sums[row][vec] = initial<kVecs>(part, row, vec);
+  const float* b = part.b;
+  const std::ptrdiff_t a_stride = kStride ? kStride : t.a_stride;
+  [[maybe_unused]] const std::ptrdiff_t next = static_cast<std::ptrdiff_t>(t.depth) * kPanel;
+  for (int k = 0; k < t.depth; ++k, b += kPanel) {
+    for (int line = 0; line < kVecs * kLanes; line += 16) {
+      if constexpr (kFetch == Fetch::kPanel) __builtin_prefetch(b + kAhead + line);
+      if constexpr (kFetch == Fetch::kNextPanel) __builtin_prefetch(b + next + line, 0, 2);
+    }
+    Vec panel[kVecs];
+#pragma GCC unroll 8
+    for (int vec = 0; vec < kVecs; ++vec) panel[vec] = load(b + vec * kLanes);
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      const Vec a = broadcast(t.a[row * a_stride + k]);
+#pragma GCC unroll 8
+      for (int vec = 0; vec < kVecs; ++vec) sums[row][vec] += a * panel[vec];
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int vec = 0; vec < kVecs; ++vec) {
+      const int offset = vec * kLanes, left = part.width - offset;
+      float* c = part.c + row * t.c_stride + offset;
+      if (left >= kLanes)
+        store(c, sums[row][vec]);
+      else if (left > 0)
+        store_part(c, sums[row][vec], left);
+    }
+}
+
+template <int kRows, Fetch kFetch, int kStride>
+void tile_rows(const Tile& t) {
+  constexpr int kFit = kTileRows * 2 / kRows;  // vectors beside which the sums still fit
+  constexpr int kWhole = kPanel / kLanes;
+  constexpr int kVecs = kFit >= kWhole ? kWhole : kFit >= 4 && kWhole > 4 ? 4 : 2;
+  for (int first = 0; first < kPanel; first += kVecs * kLanes) tile_part<kRows, kVecs, kFetch, kStride>(t, first);
+}
+
+template <Fetch kFetch, int kStride, int kRows = kTileRows>
+inline void tile_of(const Tile& t, int rows) {
+  if (rows == kRows)
+    tile_rows<kRows, kFetch, kStride>(t);
+  else if constexpr (kRows > 1)
+    tile_of<kFetch, kStride, kRows - 1>(t, rows);
+}
+
+// Any number of rows, in tiles of even height. kLast: what the last of them fetches.
+template <Fetch kLast, int kStride = 0>
+inline void multiply(Tile t, int rows) {
+  for (int tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
+    const int height = (rows + tiles - 1) / tiles;
+    if (tiles > 1)
+      tile_of<Fetch::kNothing, kStride>(t, height);
+    else
+      tile_of<kLast, kStride>(t, height);
+    t.a += height * (kStride ? kStride : t.a_stride), t.c += height * t.c_stride, rows -= height;
+  }
+}
+
+}  // namespace

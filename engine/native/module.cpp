@@ -1,0 +1,119 @@
+// Python's side. Tensors come as addresses: the module links no torch, and its callers in engine/ check the shapes.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace py = pybind11;
+using namespace kvferry::native;
+
+namespace {
+
+float* at(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
+
+// One step of one layer group: where its tokens go and what they attend to. Serves every layer of the group.
+class AttentionStep {
+ public:
+  // spans: row, start, length, lowest and number of blocks of each sequence; blocks: theirs, one after the other.
+  AttentionStep(const PoolView& pool, std::vector<std::int64_t> blocks,
+                const std::vector<std::array<std::int64_t, 5>>& spans)
+      : pool_(pool), blocks_(std::move(blocks)) {
+    std::size_t first = 0;
+    for (const auto& [row, start, length, lowest, count] : spans) {
+      if (count < 0 || first + count > blocks_.size() || count * pool.tokens_per_block < start + length)
+        throw std::invalid_argument("a span needs more blocks than it has");
+      spans_.push_back({row, start, length, lowest, blocks_.data() + first});
+      first += count;
+    }
+  }
+
+  AttentionStep(const AttentionStep&) = delete;  // the spans point into this object
+  AttentionStep& operator=(const AttentionStep&) = delete;
+
+  void attend(std::int64_t layer_offset, AttentionArgs args, int threads) const {
+    args.pool = pool_;
+    args.pool.base += layer_offset;
+    attention(args, spans_, threads);
+  }
+
+ private:
+  PoolView pool_;
+  std::vector<std::int64_t> blocks_;
+  std::vector<Span> spans_;
+};
+
+using Address = std::uintptr_t;
+using Stride = std::ptrdiff_t;
+
+// Asks for huge pages; false where the system has none to give.
+bool advise_huge(Address address, std::size_t nbytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  return madvise(reinterpret_cast<void*>(address), nbytes, MADV_HUGEPAGE) == 0;
+#else
+  static_cast<void>(address), static_cast<void>(nbytes);
+  return false;
+#endif
+}
+
+}  // namespace
+
+PYBIND11_MODULE(kernels, m) {
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.attr("PANEL") = kPanel;
+  m.def("available", &available);
+  m.def("use", &use, py::arg("name"));
+  m.def("selected", [] { return kernels().name; });
+  m.def("advise_huge", &advise_huge, py::arg("address"), py::arg("nbytes"));
+  m.def("packed_floats", &packed_floats, py::arg("outputs"), py::arg("columns"));
+  m.def(
+      "pack",
+      [](Address weight, std::int64_t outputs, std::int64_t columns, Address packed, int threads) {
+        pack(at(weight), outputs, columns, at(packed), threads);
+      },
+      unlocked);
+  m.def(
+      "linear",
+      [](Address x, Stride x_stride, int rows, int columns, Address packed, Address bias, Address y, Stride y_stride,
+         int outputs, bool add, int threads) {
+        linear({at(x), x_stride, nullptr, 0, at(packed), at(bias), at(y), y_stride, columns, outputs, add}, rows, threads);
+      },
+      unlocked);
+  m.def(
+      "rms_norm",
+      [](Address x, Stride x_stride, Address weight, float eps, Address y, int rows, int columns, int threads) {
+        rms_norm(at(x), x_stride, at(weight), eps, at(y), rows, columns, threads);
+      },
+      unlocked);
+  m.def(
+      "silu_mul",
+      [](Address both, Address y, int rows, int columns, int threads) {
+        silu_mul(at(both), at(y), rows, columns, threads);
+      },
+      unlocked);
+  py::class_<AttentionStep>(m, "AttentionStep")
+      .def(py::init([](Address pool, Stride slot, Stride plane, Stride head, Stride token, int tokens_per_block,
+                       int window, std::vector<std::int64_t> blocks,
+                       const std::vector<std::array<std::int64_t, 5>>& spans) {
+        return std::make_unique<AttentionStep>(
+            PoolView{at(pool), slot, plane, head, token, tokens_per_block, window}, std::move(blocks), spans);
+      }))
+      .def(
+          "attend",
+          [](const AttentionStep& step, std::int64_t layer_offset, Address q, Stride q_stride, Address k,
+             Stride k_stride, Address v, Stride v_stride, Address turn, Address out, int heads, int kv_heads, int dim,
+             float scale, int threads) {
+            step.attend(layer_offset,
+                        {at(q), q_stride, at(k), k_stride, at(v), v_stride, at(turn), at(out), {}, heads, kv_heads,
+                         dim, scale},
+                        threads);
+          },
+          unlocked);
+}

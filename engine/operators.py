@@ -1,0 +1,21 @@
+"""The operators of a device, a precision and a choice of kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.engine.kernels import Kernels, use_native
+from kvferry.engine.linear import linear_factory
+from kvferry.models import Operators, torch_operators
+
+
+def operators_for(
+    device: str | torch.device = "cpu", precision: str = "fp32", kernels: Kernels = Kernels.AUTO
+) -> Operators:
+    """Raises ConfigError naming the setting that cannot be served."""
+    linear = linear_factory(device, precision, kernels)
+    if not use_native(kernels, torch.device(device)):
+        return torch_operators(linear)
+    from kvferry.engine.native_operators import rms_norm, silu_product
+
+    return Operators(linear, rms_norm, silu_product)

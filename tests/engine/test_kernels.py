@@ -1,0 +1,63 @@
+"""Which kernels serve is the setting's word; what is missing is named."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from kvferry.core import ConfigError
+from kvferry.engine import kernels as choice
+from kvferry.engine.kernels import Kernels, use_native
+from kvferry.engine.linear import OneDNNLinear
+from kvferry.engine.operators import operators_for
+from kvferry.engine.settings import EngineSettings
+from kvferry.models import operators as torch_kinds
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def _not_built(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setitem(sys.modules, "kvferry.engine.native.kernels", None)
+    monkeypatch.delattr("kvferry.engine.native.kernels")
+    choice._load.cache_clear()
+    yield
+    choice._load.cache_clear()
+
+
+def test_built_kernels_are_the_default() -> None:
+    assert use_native(Kernels.AUTO, CPU)
+    assert use_native(Kernels.NATIVE, CPU)
+    assert not use_native(Kernels.TORCH, CPU)
+    assert not use_native(Kernels.AUTO, torch.device("cuda"))
+
+
+def test_native_on_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine.device is cuda.*auto") as caught:
+        use_native(Kernels.NATIVE, torch.device("cuda"))
+    assert caught.value.field == "engine.kernels"
+
+
+@pytest.mark.usefixtures("_not_built")
+def test_without_the_extension_torch_computes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        operators = operators_for()
+    assert operators.rms_norm is torch_kinds.rms_norm
+    assert isinstance(operators.linear(torch.zeros(4, 4), None), OneDNNLinear)
+    assert "torch computes instead" in caplog.text
+    with pytest.raises(ConfigError, match="was not built"):
+        use_native(Kernels.NATIVE, CPU)
+
+
+def test_an_unknown_name_lists_the_choices() -> None:
+    with pytest.raises(ConfigError, match="one of auto, native, torch, got 'fast'") as caught:
+        Kernels.of("fast")
+    assert caught.value.field == "engine.kernels"
+
+
+def test_an_unknown_precision_is_refused_by_the_settings() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.precision must be one of .*fp32, got 'fp12'"):
+        EngineSettings(precision="fp12")
