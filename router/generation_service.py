@@ -48,8 +48,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.TokenizeResponse:
         request_id, _ = new_arrival()
         async with failures_answered(context, request_id):
-            self._intake.check_model(wire.model)
-            token_ids = await self._intake.token_ids(_prompt(wire, "text"))
+            token_ids = await self._intake.tokenize(wire.model, _prompt(wire, "text"), context.time_remaining())
             return generation_pb2.TokenizeResponse(
                 token_ids=token_ids, max_context_tokens=self._intake.limits.max_context_tokens
             )

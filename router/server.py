@@ -25,6 +25,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.pool import WorkerPool
 from kvferry.router.pool_service import PoolService
 from kvferry.router.settings import RouterAddresses, RouterSettings
+from kvferry.router.tokenizing import Tokenizing
 from kvferry.router.worker_client import MAX_MESSAGE_NBYTES, WorkerClients
 from kvferry.text import Tokenizer
 
@@ -51,11 +52,13 @@ async def serve_router(settings: RouterSettings, ready: Callable[[RouterAddresse
     ledger = Ledger(metrics)
     clients = WorkerClients()
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_dir)
-    intake = Intake(settings, tokenizer)
+    tokenizing = Tokenizing(tokenizer, settings.limits, settings.max_queued)
+    intake = Intake(settings, tokenizing)
     driver = Driver(settings, pool, clients, ledger)
     front = HttpFrontEnd(settings.model_name, intake, driver, pool, ledger, metrics, tokenizer)
     http_socket = _listen(settings.host, settings.http_port)
     async with AsyncExitStack() as stack:
+        stack.callback(tokenizing.close)
         stack.callback(http_socket.close)
         stack.push_async_callback(clients.close)
         stack.push_async_callback(driver.close)
