@@ -219,7 +219,7 @@ BAD = [
     (pb.GenerateRequest(chat=pb.ChatMessages()), ErrorCode.INVALID_ARGUMENT, "messages", "empty"),
     (request(temperature=-1.0), ErrorCode.INVALID_ARGUMENT, "temperature", "between 0 and 100"),
     (request(top_p=1.5), ErrorCode.INVALID_ARGUMENT, "top_p", "at most 1"),
-    (request(0), ErrorCode.INVALID_ARGUMENT, "max_tokens", "at least 1"),
+    (request(0), ErrorCode.INVALID_ARGUMENT, "max_tokens", "between 1 and 2147483647"),
     (request(196), ErrorCode.INVALID_ARGUMENT, "max_tokens", "room for 195"),
     (request(5, min_tokens=6), ErrorCode.INVALID_ARGUMENT, "min_tokens", "at most max_tokens (5)"),
     (request(stop=[""]), ErrorCode.INVALID_ARGUMENT, "stop", "non-empty"),
