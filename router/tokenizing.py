@@ -16,6 +16,15 @@ _THREADS = 2
 _RETRY_AFTER_S = 1.0
 
 
+def check_message_count(count: int, limits: ModelLimits) -> None:
+    """Raises InvalidRequestError for a conversation of more messages than the context has tokens."""
+    if count > limits.max_context_tokens:
+        raise InvalidRequestError(
+            f"messages holds {count} messages; the limit is {limits.max_context_tokens} (max_context_tokens)",
+            field="messages",
+        )
+
+
 class Tokenizing:
     """The router's use of a tokenizer. Close it to drop what waits; what a thread has begun it finishes.
 
@@ -37,12 +46,7 @@ class Tokenizing:
 
     async def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """As `text`, for a conversation."""
-        if len(messages) > self._limits.max_context_tokens:
-            raise InvalidRequestError(
-                f"messages holds {len(messages)} messages; the limit is {self._limits.max_context_tokens} "
-                "(max_context_tokens)",
-                field="messages",
-            )
+        check_message_count(len(messages), self._limits)
         chars = sum(len(message.get("content", "")) for message in messages)
         self._check_chars(chars, "messages")
         short = chars <= _INLINE_CHARS and len(messages) <= _INLINE_MESSAGES
