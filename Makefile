@@ -16,13 +16,14 @@ DEPS_STAMP := .venv/.dependencies-stamp
 STAMP := .venv/.setup-stamp
 TYPES_STAMP := build/types/.stamp
 
-.PHONY: help setup types lint format typecheck pytest test fuzz demo bench lock clean
+.PHONY: help setup types lint format typecheck pytest test fuzz demo bench sanitize lock clean
 help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
 	@echo 'make test    setup, linters, type checks, tests'
 	@echo 'make fuzz    many more random histories of the KV cache managers; takes an hour'
 	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
+	@echo 'make sanitize   the C++ transfer engine under load, with sanitizers'
 	@echo 'make lint | format | types | lock | clean'
 
 setup: $(STAMP)
@@ -86,6 +87,18 @@ bench: setup
 	@$(BIN)/kvferry bench floor
 	@$(BIN)/kvferry bench step
 	@$(BIN)/kvferry bench kvcache
+
+# The C++ transfer engine under load, built with ThreadSanitizer, then with the address and undefined-behaviour ones.
+ENGINE_SOURCES := $(addprefix transceiver/native/,engine.cpp faulty_backend.cpp memory_backend.cpp)
+sanitize:
+	@mkdir -p build/sanitize
+	@for kind in thread address,undefined; do \
+	  echo "engine, -fsanitize=$$kind"; \
+	  $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=$$kind \
+	    -Itransceiver/native $(ENGINE_SOURCES) tests/transceiver/native/engine_stress.cpp -pthread \
+	    -o build/sanitize/engine_stress; \
+	  build/sanitize/engine_stress; \
+	done
 
 # torch's local version (+cpu, +cu130) depends on the index, so it is left out.
 lock: setup

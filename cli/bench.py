@@ -16,6 +16,7 @@ Main = Callable[[Sequence[str] | None], None]
 # name -> lazy path of a main(arguments) that parses its own flags
 BENCHES: Registry[str] = Registry("benchmark", "bench")
 BENCHES.register("floor", "kvferry.bench.floor:main")
+BENCHES.register("transfer", "kvferry.bench.transfer:main")
 BENCHES.register("step", "kvferry.bench.step:main")
 BENCHES.register("kvcache", "kvferry.bench.kvcache:main")
 

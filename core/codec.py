@@ -24,7 +24,7 @@ from kvferry.core.request import (
     WorkerRequest,
 )
 from kvferry.core.resolved import Resolution, Source
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import SamplingParams, check_count
 from kvferry.core.transfer import BlockTable, RankInfo, TransferHandle
 from kvferry.proto import admin_pb2, generation_pb2, worker_pb2
 
@@ -105,6 +105,8 @@ def sampling_to_wire(sampling: SamplingParams) -> generation_pb2.SamplingParams:
 def sampling_from_wire(wire: generation_pb2.SamplingParams) -> SamplingParams:
     """Unset fields take their defaults. Raises InvalidRequestError naming field and limit."""
     values: dict[str, Any] = {name: getattr(wire, name) for name in _OPTIONAL_SAMPLING if wire.HasField(name)}
+    for name in ("stop", "stop_token_ids", "logit_bias"):
+        check_count(name, len(getattr(wire, name)))
     return SamplingParams(
         stop=tuple(wire.stop),
         stop_token_ids=tuple(wire.stop_token_ids),

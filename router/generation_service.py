@@ -11,6 +11,7 @@ from kvferry.router.driver import Driver
 from kvferry.router.failures import Context, failures_answered
 from kvferry.router.intake import Ask, ChatPrompt, Intake, Prompt, TextPrompt, TokensPrompt, new_arrival
 from kvferry.router.job import Job, Update
+from kvferry.router.tokenizing import check_message_count
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -48,8 +49,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.TokenizeResponse:
         request_id, _ = new_arrival()
         async with failures_answered(context, request_id):
-            self._intake.check_model(wire.model)
-            token_ids = await self._intake.token_ids(_prompt(wire, "text"))
+            token_ids = await self._intake.tokenize(wire.model, self._prompt(wire, "text"), context.time_remaining())
             return generation_pb2.TokenizeResponse(
                 token_ids=token_ids, max_context_tokens=self._intake.limits.max_context_tokens
             )
@@ -58,7 +58,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, wire: generation_pb2.GenerateRequest, context: Context, request_id: str, arrived: float
     ) -> Job:
         ask = Ask(
-            prompt=_prompt(wire, "prompt"),
+            prompt=self._prompt(wire, "prompt"),
             sampling=codec.sampling_from_wire(wire.sampling),
             model=wire.model,
             client_id=wire.request_id,
@@ -67,17 +67,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         )
         return await self._intake.job(ask, request_id, arrived)
 
-
-def _prompt(wire: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest, text_field: str) -> Prompt:
-    kind = wire.WhichOneof("input")
-    if kind is None:
-        raise InvalidRequestError(f"{text_field} is missing: send text, token ids or a chat", field=text_field)
-    if kind == "chat":
-        return ChatPrompt([{"role": message.role, "content": message.content} for message in wire.chat.messages])
-    if kind == "prompt_token_ids":
-        assert isinstance(wire, generation_pb2.GenerateRequest)
-        return TokensPrompt(wire.prompt_token_ids.ids)
-    return TextPrompt(getattr(wire, text_field))
+    def _prompt(self, wire: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest, text_field: str) -> Prompt:
+        kind = wire.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequestError(f"{text_field} is missing: send text, token ids or a chat", field=text_field)
+        if kind == "chat":
+            # Before they are copied: a request has room for millions of empty ones.
+            check_message_count(len(wire.chat.messages), self._intake.limits)
+            return ChatPrompt([{"role": message.role, "content": message.content} for message in wire.chat.messages])
+        if kind == "prompt_token_ids":
+            assert isinstance(wire, generation_pb2.GenerateRequest)
+            return TokensPrompt(wire.prompt_token_ids.ids)
+        return TextPrompt(getattr(wire, text_field))
 
 
 def _response(job: Job, update: Update) -> generation_pb2.GenerateResponse:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing, suppress
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -20,6 +20,8 @@ from kvferry.router.failures import public_error
 from kvferry.router.job import Job, Update
 
 REQUEST_ID_HEADER = "x-request-id"
+
+T = TypeVar("T")
 
 
 def error_response(error: KVFerryError, request_id: str) -> Response:
@@ -40,16 +42,8 @@ class Exchange(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = asyncio.create_task(self._respond(scope, receive, send))
-        hanging_up = asyncio.create_task(_hang_up(receive))
-        try:
-            await asyncio.wait((answering, hanging_up), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            hanging_up.cancel()
-            if not answering.done():
-                answering.cancel()
-            with suppress(asyncio.CancelledError, ClientDisconnect):
-                await answering
+        with suppress(ClientDisconnect):
+            await while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
@@ -116,6 +110,23 @@ class StreamExchange(Exchange):
             (b"cache-control", b"no-cache"),
             (REQUEST_ID_HEADER.encode(), self._job.label.encode("latin-1", "replace")),
         ]
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Cancels `work` when the client hangs up, and raises ClientDisconnect then. The body must have been read."""
+    working = asyncio.create_task(work)
+    hanging_up = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait((working, hanging_up), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+    finally:
+        hanging_up.cancel()
+        if not working.done():
+            working.cancel()
+            with suppress(asyncio.CancelledError, ClientDisconnect):
+                await working
+    return working.result()
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from kvferry.core import ErrorCode, InvalidRequestError, error_for_code
@@ -20,6 +21,7 @@ from kvferry.router.http_exchange import (
     StreamExchange,
     WholeExchange,
     error_response,
+    while_connected,
 )
 from kvferry.router.intake import Intake, new_arrival
 from kvferry.router.ledger import Ledger
@@ -29,6 +31,8 @@ from kvferry.router.pool import Member, WorkerPool
 from kvferry.router.worker_client import MAX_MESSAGE_NBYTES
 from kvferry.text import Tokenizer
 
+# A prompt in JSON: a character takes six bytes when it is escaped, a token id up to twelve with its comma.
+_NBYTES_PER_CHAR, _NBYTES_PER_TOKEN, _NBYTES_BESIDE_PROMPT = 6, 12, 1 << 20
 _STATUS_CODES = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.INVALID_ARGUMENT}
 
 
@@ -52,6 +56,10 @@ class HttpFrontEnd:
         self._ledger = ledger
         self._metrics = metrics
         self._tokenizer = tokenizer
+        prompt_nbytes = max(
+            _NBYTES_PER_CHAR * intake.max_prompt_chars, _NBYTES_PER_TOKEN * intake.limits.max_context_tokens
+        )
+        self._max_body_nbytes = min(MAX_MESSAGE_NBYTES, prompt_nbytes + _NBYTES_BESIDE_PROMPT)
 
     def app(self) -> FastAPI:
         app = FastAPI(title="kvferry", openapi_url=None)
@@ -75,9 +83,11 @@ class HttpFrontEnd:
     async def _answered(self, request: Request, kind: type[B], shape: type[Answer]) -> Response:
         request_id, arrived = new_arrival()
         try:
-            body = parse_body(kind, await _read_body(request))
+            body = parse_body(kind, await _read_body(request, self._max_body_nbytes))
             ask = body.ask(request.headers.get(REQUEST_ID_HEADER, ""))
-            job = await self._intake.job(ask, request_id, arrived)
+            job = await while_connected(request.receive, self._intake.job(ask, request_id, arrived))
+        except ClientDisconnect:
+            return Response(status_code=ErrorCode.CANCELLED.http_status)  # for the books: nobody reads it
         except Exception as error:
             return error_response(public_error(error, request_id), request_id)
         answer = shape(job, self._model_name, self._token_text)
@@ -146,13 +156,13 @@ def _worker_info(member: Member) -> dict[str, Any]:
     }
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request, max_nbytes: int) -> bytes:
     """Raises InvalidRequestError as soon as the body passes the limit."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_MESSAGE_NBYTES:
-            raise InvalidRequestError(f"the body exceeds the limit of {MAX_MESSAGE_NBYTES} bytes", field="body")
+        if len(body) > max_nbytes:
+            raise InvalidRequestError(f"the body exceeds the limit of {max_nbytes} bytes", field="body")
     return bytes(body)
 
 

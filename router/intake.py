@@ -19,11 +19,12 @@ from kvferry.core import (
 )
 from kvferry.router.job import Deadline, Job
 from kvferry.router.settings import RouterSettings
-from kvferry.text import Tokenizer
+from kvferry.router.tokenizing import Tokenizing
 
 _SEED_BITS = 64
-# Longer texts are tokenized on a thread: the event loop would stand still for everybody.
-_INLINE_CHARS = 2_000
+# A request ends this long before its client's deadline (or a tenth of it before): the client, whose own clock ends the
+# call, would otherwise never get the answer that says why.
+_ANSWER_TIME_S, _ANSWER_SHARE = 0.05, 0.1
 _MAX_LABEL_CHARS = 256
 
 
@@ -60,11 +61,12 @@ class Ask:
 class Intake:
     """Checks asks against the served model."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: RouterSettings, tokenizing: Tokenizing) -> None:
         self._model_name = settings.model_name
         self._max_timeout_s = settings.request_timeout_s
-        self._tokenizer = tokenizer
+        self._tokenizing = tokenizing
         self.limits: ModelLimits = settings.limits
+        self.max_prompt_chars = tokenizing.max_chars
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFoundError naming the served one."""
@@ -73,23 +75,22 @@ class Intake:
                 f"model {model[:_MAX_LABEL_CHARS]!r} is not served here; {self._model_name!r} is", field="model"
             )
 
-    async def token_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, unchecked. Raises InvalidRequestError for text that cannot be tokenized."""
-        if isinstance(prompt, TokensPrompt):
-            return list(prompt.token_ids)
-        if isinstance(prompt, ChatPrompt):
-            return await asyncio.to_thread(self._tokenizer.encode_chat, prompt.messages)
-        if len(prompt.text) <= _INLINE_CHARS:
-            return self._tokenizer.encode(prompt.text)
-        return await asyncio.to_thread(self._tokenizer.encode, prompt.text)
+    async def tokenize(self, model: str, prompt: Prompt, timeout_s: float | None) -> Sequence[int]:
+        """Token ids of a prompt, unchecked. Raises as `job` does, and TimeoutError at the deadline."""
+        self.check_model(model)
+        return await self._token_ids(prompt, "text", self._deadline(timeout_s))
 
     async def job(self, ask: Ask, request_id: str, arrived: float) -> Job:
-        """A job under a fresh id of ours. Raises InvalidRequestError or ModelNotFoundError naming the field."""
+        """A job under a fresh id of ours. Cancel it when the client is gone.
+
+        Raises InvalidRequestError or ModelNotFoundError naming the field, OverloadedError when too many long prompts
+        wait to be tokenized, TimeoutError at the deadline.
+        """
         self.check_model(ask.model)
         for name in ("client_id", "cache_salt"):
             _check_label("request_id" if name == "client_id" else name, getattr(ask, name))
         deadline = self._deadline(ask.timeout_s)
-        token_ids = await self.token_ids(ask.prompt)
+        token_ids = await self._token_ids(ask.prompt, "prompt", deadline)
         check_prompt(token_ids, self.limits, "messages" if isinstance(ask.prompt, ChatPrompt) else "prompt")
         return Job(
             request_id=request_id,
@@ -101,10 +102,21 @@ class Intake:
             client_id=ask.client_id,
         )
 
+    async def _token_ids(self, prompt: Prompt, field: str, deadline: Deadline) -> Sequence[int]:
+        async with asyncio.timeout(deadline.left_s()):
+            if isinstance(prompt, TokensPrompt):
+                return prompt.token_ids
+            if isinstance(prompt, ChatPrompt):
+                return await self._tokenizing.chat(prompt.messages)
+            return await self._tokenizing.text(prompt.text, field)
+
     def _deadline(self, timeout_s: float | None) -> Deadline:
         if timeout_s is not None and timeout_s <= 0:
             raise InvalidRequestError(f"timeout must be above 0 seconds, got {timeout_s:g}", field="timeout")
-        return Deadline.after(min(self._max_timeout_s, timeout_s or self._max_timeout_s))
+        if timeout_s is None:
+            return Deadline.after(self._max_timeout_s)
+        ours_s = timeout_s - min(_ANSWER_TIME_S, timeout_s * _ANSWER_SHARE)
+        return Deadline.after(min(self._max_timeout_s, ours_s))
 
     def _complete(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         """With max_tokens and a seed, so that every worker, and every replay, makes the same choices."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from kvferry.core import InvalidRequestError, SamplingParams
+from kvferry.core.sampling import LIMITS, MAX_INTEGER, MAX_LOGPROBS, shown
 from kvferry.router.intake import Ask, ChatPrompt, TextPrompt, TokensPrompt
 
 # Fields that would change the answer and are not built: refused unless they say what happens anyway.
@@ -45,7 +46,20 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "logit_bias",
 )
-Number = StrictInt | float
+Number = StrictFloat  # takes integers too, but neither true nor "1"
+
+# What each field must be, for the errors; [] stands for every position of a list.
+_WANTED: Mapping[str, str] = {
+    **LIMITS,
+    "model": "a string",
+    "stream": "true or false",
+    "stream_options": "an object",
+    "stream_options.include_usage": "true or false",
+    "cache_salt": "a string",
+    "stop": f"a string, or a list of {LIMITS['stop']}",
+    "stop_token_ids": f"a list of {LIMITS['stop_token_ids']}",
+    "logit_bias": f"an object of {LIMITS['logit_bias']}",
+}
 
 
 class StreamOptions(BaseModel):
@@ -56,6 +70,7 @@ class _Body(BaseModel):
     """What both endpoints take. Unknown fields are ignored, as clients send many; `_HARMLESS` names exceptions."""
 
     model_config = ConfigDict(extra="allow")
+    wanted: ClassVar[Mapping[str, str]] = _WANTED
 
     model: StrictStr | None = None
     stream: StrictBool | None = None
@@ -92,6 +107,8 @@ class _Body(BaseModel):
 
 
 class CompletionBody(_Body):
+    wanted: ClassVar[Mapping[str, str]] = {**_WANTED, "prompt": "a string or a list of token ids"}
+
     prompt: StrictStr | list[Any]
     logprobs: StrictInt | None = None
 
@@ -140,10 +157,24 @@ class Message(BaseModel):
 
 
 class ChatBody(_Body):
+    wanted: ClassVar[Mapping[str, str]] = {
+        **_WANTED,
+        "messages": "a list of messages",
+        "messages[]": "an object with a role and a content",
+        "messages[].role": "a string",
+        "messages[].content": "a string or a list of text parts",
+        "messages[].content[]": "an object with a type and a text",
+        "messages[].content[].type": "a string",
+        "messages[].content[].text": "a string",
+        "logprobs": "true or false",
+        "top_logprobs": LIMITS["logprobs"],
+        "max_completion_tokens": LIMITS["max_tokens"],
+    }
+
     messages: list[Message]
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
-    max_completion_tokens: StrictInt | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1, le=MAX_INTEGER)] | None = None
 
     def ask(self, client_id: str) -> Ask:
         if self.max_completion_tokens is not None:
@@ -163,13 +194,49 @@ B = TypeVar("B", CompletionBody, ChatBody)
 """Either body."""
 
 
+_NAMES = frozenset(
+    name for kind in (CompletionBody, ChatBody, Message, TextPart, StreamOptions) for name in kind.model_fields
+)
+
+
 def parse_body(kind: type[B], data: bytes) -> B:
-    """Raises InvalidRequestError naming the first field at fault."""
+    """Raises InvalidRequestError naming the first field at fault and what it must be."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"]]
-        field = place[0] if place else "body"
-        where = ".".join(place) or "the body"
-        raise InvalidRequestError(f"{where}: {first['msg']}", field=field) from None
+        errors = error.errors(include_url=False)
+    if errors[0]["type"] == "json_invalid":
+        raise InvalidRequestError(f"the body is not valid JSON: {errors[0]['ctx']['error']}", field="body")
+    if not errors[0]["loc"]:
+        raise InvalidRequestError(f"the body must be a JSON object, got {_kind(errors[0]['input'])}", field="body")
+    field = str(errors[0]["loc"][0])
+    # Where a field may be of several kinds there is an error for each; the deepest is of the kind that was meant.
+    fault = max((one for one in errors if one["loc"][0] == field), key=lambda one: len(_path(one["loc"])))
+    where, wanted = _worded(kind.wanted, _path(fault["loc"]))
+    if fault["type"] == "missing":
+        raise InvalidRequestError(f"{where} is missing: it must be {wanted}", field=field)
+    raise InvalidRequestError(f"{where} must be {wanted}, got {_kind(fault['input'])}", field=field)
+
+
+def _path(place: tuple[int | str, ...]) -> list[str]:
+    """Without what pydantic adds: the names of the kinds it tried, and the keys of objects that may have any."""
+    return [
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part in _NAMES or type(part) is int
+    ]
+
+
+def _worded(words: Mapping[str, str], path: list[str]) -> tuple[str, str]:
+    """The innermost part there are words for, as a client writes it, and the words."""
+    while True:
+        name = "".join("[]" if part.startswith("[") else part for part in path).removeprefix(".")
+        if name in words:
+            return "".join(path).removeprefix("."), words[name]
+        path = path[:-1]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else shown(value)

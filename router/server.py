@@ -24,7 +24,9 @@ from kvferry.router.ledger import Ledger
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.pool import WorkerPool
 from kvferry.router.pool_service import PoolService
+from kvferry.router.readable import ReadableRequests
 from kvferry.router.settings import RouterAddresses, RouterSettings
+from kvferry.router.tokenizing import Tokenizing
 from kvferry.router.worker_client import MAX_MESSAGE_NBYTES, WorkerClients
 from kvferry.text import Tokenizer
 
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 _SWEEPS_PER_LOSS = 10
 _STOP_GRACE_S = 1.0
 _CHANGE_WAIT_S = 60.0
+_PACKAGE = generation_pb2.DESCRIPTOR.package
 _PUBLIC_SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
@@ -51,15 +54,17 @@ async def serve_router(settings: RouterSettings, ready: Callable[[RouterAddresse
     ledger = Ledger(metrics)
     clients = WorkerClients()
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model_dir)
-    intake = Intake(settings, tokenizer)
+    tokenizing = Tokenizing(tokenizer, settings.limits, settings.max_queued)
+    intake = Intake(settings, tokenizing)
     driver = Driver(settings, pool, clients, ledger)
     front = HttpFrontEnd(settings.model_name, intake, driver, pool, ledger, metrics, tokenizer)
     http_socket = _listen(settings.host, settings.http_port)
     async with AsyncExitStack() as stack:
+        stack.callback(tokenizing.close)
         stack.callback(http_socket.close)
         stack.push_async_callback(clients.close)
         stack.push_async_callback(driver.close)
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=(ReadableRequests(_PACKAGE),), options=_SERVER_OPTIONS)
         endpoint = f"{_bracketed(settings.host)}:{_bind(server, settings.host, settings.grpc_port)}"
         stack.push_async_callback(server.stop, _STOP_GRACE_S)
         pool_service = PoolService(pool)

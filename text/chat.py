@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -13,6 +14,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvferry.core import CheckpointError, InvalidRequestError
+
+_ROLES = ("system", "user", "assistant")
+# Served where the template itself speaks of them.
+_FURTHER_ROLES = ("tool", "developer")
+_SHOWN_CHARS = 32
 
 
 class _GenerationTag(Extension):
@@ -53,23 +59,33 @@ class ChatTemplate:
         except TemplateError as error:
             raise CheckpointError(f"the chat template is malformed: {error}", field="model") from None
         self._special_tokens = dict(special_tokens)
+        further = (role for role in _FURTHER_ROLES if re.search(rf"""(['"]){role}\1""", source))
+        self._roles = (*_ROLES, *further)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for the assistant's next turn. Raises InvalidRequestError for messages it cannot take."""
-        _check_messages(messages)
-        values = {**self._special_tokens, "messages": [dict(message) for message in messages]}
+    def render(self, messages: Sequence[Mapping[str, str]], protect: Callable[[str], str]) -> str:
+        """The prompt for the assistant's next turn, each content passed through `protect`.
+
+        Raises InvalidRequestError for messages it cannot take.
+        """
+        _check_messages(messages, self._roles)
+        spoken = [{"role": message["role"], "content": protect(message["content"])} for message in messages]
+        values = {**self._special_tokens, "messages": spoken}
         try:
             return self._template.render(values, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", field="messages") from None
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _check_messages(messages: Sequence[Mapping[str, str]], roles: Sequence[str]) -> None:
     if not messages:
         raise InvalidRequestError("messages is empty: at least 1 message is needed", field="messages")
     for position, message in enumerate(messages):
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise InvalidRequestError(f"messages[{position}] needs a {key} that is a string", field="messages")
-        if not message["role"]:
-            raise InvalidRequestError(f"messages[{position}] has an empty role", field="messages")
+        if message["role"] not in roles:
+            raise InvalidRequestError(
+                f"messages[{position}] has the role {message['role'][:_SHOWN_CHARS]!r}; this model's chat template "
+                f"knows {', '.join(roles)}",
+                field="messages",
+            )

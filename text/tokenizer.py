@@ -11,6 +11,8 @@ import tokenizers
 
 from kvferry.core import CheckpointError, InvalidRequestError
 from kvferry.text.chat import ChatTemplate
+from kvferry.text.encoding import token_ids
+from kvferry.text.literal import LiteralEncoder, new_mark
 from kvferry.text.pieces import ByteStream, PieceTable, TextStream, WindowStream, piece_rule
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -26,6 +28,8 @@ class Tokenizer:
         self._chat_template = chat_template
         rule = piece_rule(tokenizer)
         self._pieces = PieceTable(tokenizer, rule) if rule else None
+        self._literal = LiteralEncoder(tokenizer)
+        self._longest_token_chars = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.eos_token_ids = eos_token_ids
 
     @classmethod
@@ -54,21 +58,30 @@ class Tokenizer:
         return size
 
     @property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters than this, unless the tokenizer drops or merges characters."""
+        return self._longest_token_chars
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens (such as BOS) the checkpoint adds to one."""
-        return self._encode(text, add_special_tokens=True)
+        return token_ids(self._tokenizer, text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant's answer begins.
 
-        Raises InvalidRequestError when the checkpoint has no chat template, or its template refuses the messages.
+        Only the template's own special tokens are tokens: those spelled out in a message are text, or whoever
+        writes a message could forge the next speaker's. Raises InvalidRequestError when the checkpoint has no chat
+        template, or its template refuses the messages.
         """
         if self._chat_template is None:
             raise InvalidRequestError("this model has no chat template: send a plain prompt", field="messages")
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        mark = new_mark()
+        rendered = self._chat_template.render(messages, lambda content: self._literal.protect(content, mark))
+        return self._literal.encode(rendered, mark)
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of a whole sequence; with skip_special False, special tokens are written out."""
@@ -81,15 +94,6 @@ class Tokenizer:
     def text_stream(self) -> TextStream:
         """A fresh incremental decoder; what it returns adds up to `decode` of all it was fed."""
         return ByteStream(self._pieces) if self._pieces else WindowStream(self._tokenizer)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError):
-            raise InvalidRequestError(
-                "the text is not valid Unicode (it holds a lone surrogate)", field="prompt"
-            ) from None
-        return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:

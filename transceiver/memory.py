@@ -16,6 +16,9 @@ from kvferry.core import ConfigError, MemRegion
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _MEMINFO = Path("/proc/meminfo")
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 62
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -88,12 +91,27 @@ class SharedArena(PoolMemory):
 
 
 def available_nbytes() -> int:
-    """What this machine could give without swapping, as its kernel estimates it."""
-    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ConfigError(f"{_MEMINFO} does not tell how much memory is available", field="transceiver.backend")
+    """What this machine could give without swapping, as its kernel estimates it, and what this process's control
+    group has left: in a container the latter is what decides."""
+    machine = next(
+        (int(line.split()[1]) * 1024 for line in _lines(_MEMINFO) if line.startswith("MemAvailable:")), _UNLIMITED
+    )
+    group = next((line.removeprefix("0::/") for line in _lines(_OWN_GROUP) if line.startswith("0::/")), "")
+    limit = _number(_GROUPS / group / "memory.max", _UNLIMITED)
+    return min(machine, max(0, limit - _number(_GROUPS / group / "memory.current", 0)))
+
+
+def _number(path: Path, otherwise: int) -> int:
+    """`max`, and a file that is not there, mean no limit."""
+    text = next(iter(_lines(path)), "")
+    return int(text) if text.isdigit() else otherwise
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def _too_much(size: int, reason: str) -> ConfigError:

@@ -38,11 +38,14 @@ class NativeShmAgent(NativeAgent):
         return self._host.metadata()
 
     def load_peer(self, incarnation: str, metadata: bytes) -> None:
-        self.forget_peer(incarnation)
+        """Peers that have died are let go: a mapping keeps the memory of a process that is gone."""
+        gone = [name for name, peer in self._peers.items() if not peer.line.alive]
+        for name in {*gone, incarnation}:
+            self.forget_peer(name)
         peer = self._host.meet(incarnation, metadata)
+        self._peers[incarnation] = peer  # first: should the engine answer too late, it still stays mapped
         line = os.dup(peer.line.socket.fileno())
         guard(lambda: self._memory.add_peer(self.engine, incarnation, peer.regions, line, CALL_TIMEOUT_S))
-        self._peers[incarnation] = peer
 
     def forget_peer(self, incarnation: str) -> None:
         super().forget_peer(incarnation)

@@ -76,7 +76,10 @@ class ShmAgent(Agent):
         return self._host.metadata()
 
     def load_peer(self, incarnation: str, metadata: bytes) -> None:
-        self.forget_peer(incarnation)
+        """Peers that have died are let go: a mapping keeps the memory of a process that is gone."""
+        gone = [name for name, (peer, _) in self._peers.items() if not peer.line.alive]
+        for name in {*gone, incarnation}:
+            self.forget_peer(name)
         peer, regions = self._host.meet(incarnation, metadata), RegionTable()
         for addr, nbytes, mapped in peer.regions:
             regions.add(addr, nbytes, mapped)
@@ -115,5 +118,6 @@ class ShmAgent(Agent):
         if known is None:
             raise TransferError(f"peer {peer} is not known to the SHM agent")
         if not known[0].line.alive:
+            self.forget_peer(peer)
             raise TransferError(f"peer {peer} is gone")
         return known

@@ -13,6 +13,7 @@ LENGTHS = (1, 16, 65, 700)
 
 # settings -> the pair each role must have resolved to
 ROUTES = {
+    "nixl-v1": (("--manager", "V1"), ("NIXL/PYTHON", "V1"), ("NIXL/PYTHON", "V1")),
     "shm": (("--backend", "SHM"), ("SHM/PYTHON", "V2"), ("SHM/PYTHON", "V2")),
     "shm-cpp": (("--backend", "SHM", "--runtime", "CPP"), ("SHM/CPP", "V1"), ("SHM/CPP", "V1")),
     "nixl-cpp": (("--runtime", "CPP"), ("NIXL/CPP", "V1"), ("NIXL/CPP", "V1")),
@@ -38,6 +39,13 @@ def test_answers_are_golden_and_blocks_return(
     pairs = {worker["role"]: worker["resolution"] for worker in cluster.facts["workers"]}
     assert (pairs["prefill"]["transceiver"], pairs["prefill"]["manager"]) == prefill
     assert (pairs["decode"]["transceiver"], pairs["decode"]["manager"]) == decode
+    for worker in cluster.facts["workers"]:
+        log = (cluster.state_dir / "logs" / f"{worker['name']}.log").read_text()
+        transceiver, manager = worker["resolution"]["transceiver"], worker["resolution"]["manager"]
+        lines = [line for line in log.splitlines() if f"resolved worker={worker['name']} role={worker['role']}" in line]
+        assert len(lines) == 1
+        assert f"transceiver={transceiver} " in lines[0]
+        assert f"kv_manager={manager} " in lines[0]
     for length in LENGTHS:
         prompt = long_ids[-length:]
         completed = cluster.complete(prompt)

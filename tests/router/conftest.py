@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -312,6 +313,34 @@ class Cluster:
                 if all(counts[state] == number for state, number in wanted.items()):
                     return
                 await asyncio.sleep(0.02)
+
+
+class HeldThreads:
+    """Holds the router's tokenizing threads before every text until `go_on`; lists the lengths they went through."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.encoded: list[int] = []
+
+    async def begun(self, number: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.encoded) < number:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def held_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldThreads]:
+    held, encode = HeldThreads(), Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str) -> list[int]:
+        if threading.current_thread() is not threading.main_thread():
+            held.encoded.append(len(text))
+            held.go_on.wait(20)
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    yield held
+    held.go_on.set()
 
 
 MakeCluster = Callable[..., Awaitable[Cluster]]

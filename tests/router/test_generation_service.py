@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.core import ErrorCode, InternalError, KVFerryError, WorkerRequest, codec
+from kvferry.core import ErrorCode, InternalError, KVFerryError, ModelLimits, WorkerRequest, codec
 from kvferry.proto import generation_pb2 as pb
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -15,6 +15,10 @@ PROMPT = [1, 2, 3, 4, 5]
 def request(max_tokens: int = 12, **sampling: Any) -> pb.GenerateRequest:
     params = pb.SamplingParams(max_tokens=max_tokens, **sampling)
     return pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=PROMPT), sampling=params)
+
+
+def chat_of(*contents: str) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=content) for content in contents])
 
 
 async def failure(call: Any) -> tuple[grpc.StatusCode, KVFerryError]:
@@ -132,8 +136,64 @@ async def test_text_and_chat_prompts(cluster: Any) -> None:
     tokens = await cluster.stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=10)
     assert tuple(tokens.token_ids) == prefill.requests[1].prompt_token_ids
     assert tokens.max_context_tokens == 200
-    long = await cluster.stub.Tokenize(pb.TokenizeRequest(text="fox " * 2000), timeout=10)
-    assert list(long.token_ids) == cluster.tokenizer.encode("fox " * 2000)
+
+
+async def test_tokenize_takes_long_texts_up_to_a_limit(make_cluster: Any) -> None:
+    cluster = await make_cluster(limits=ModelLimits(300, 2000))
+    text = "fox " * 2000
+    long = await cluster.stub.Tokenize(pb.TokenizeRequest(text=text), timeout=10)
+    assert list(long.token_ids) == cluster.tokenizer.encode(text)
+    limit = 2000 * cluster.tokenizer.longest_token_chars
+    for wire, field in (
+        (pb.TokenizeRequest(text="x" * (limit + 1)), "text"),
+        (pb.TokenizeRequest(chat=chat_of("x" * (limit // 2), "x" * (limit // 2), "xx")), "messages"),
+        (pb.TokenizeRequest(chat=chat_of(*["x"] * 2001)), "messages"),
+    ):
+        status, error = await failure(cluster.stub.Tokenize(wire, timeout=10))
+        assert (status, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        assert str(2000 if "2001" in error.message else limit) in error.message
+
+
+async def test_prompt_too_long_for_any_tokenizer_is_never_tokenized(make_cluster: Any, held_threads: Any) -> None:
+    cluster = await make_cluster(limits=ModelLimits(300, 10_000))
+    limit = 10_000 * cluster.tokenizer.longest_token_chars
+    for wire, field in (
+        (pb.GenerateRequest(prompt="a " * 7_500_000), "prompt"),
+        (pb.GenerateRequest(chat=chat_of("a " * 7_500_000)), "messages"),
+    ):
+        for call in (cluster.stub.Generate(wire), cluster.stub.GenerateStream(wire).read()):
+            status, error = await failure(call)
+            assert (status, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+            assert f"15000000 characters; the limit is {limit}" in error.message
+    assert held_threads.encoded == []
+
+
+async def test_long_prompts_wait_in_a_bounded_queue_that_deadlines_and_cancels_empty(
+    make_cluster: Any, held_threads: Any
+) -> None:
+    cluster = await make_cluster(limits=ModelLimits(300, 10_000), max_queued=3)
+    await cluster.add("aggregated-0")
+    ask = pb.GenerateRequest(prompt="a " * 2000)
+    running = [cluster.stub.Generate(ask, timeout=20) for _ in range(2)]
+    await held_threads.begun(2)
+    waiting = [cluster.stub.Generate(ask, timeout=0.5), cluster.stub.Generate(ask), cluster.stub.Generate(ask)]
+    status, error = await failure(waiting[0])
+    assert status is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "deadline" in error.message
+    waiting.append(cluster.stub.Generate(ask))
+    await asyncio.sleep(0.2)
+    status, error = await failure(cluster.stub.Generate(ask))
+    assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.retry_after_s > 0
+    assert "router.max_queued" in error.message
+    short = await cluster.stub.Generate(request(), timeout=10)  # nobody else waits for them
+    assert len(short.token_ids) == 12
+    for call in waiting[1:]:
+        call.cancel()
+    await asyncio.sleep(0.2)
+    held_threads.go_on.set()
+    assert [len((await call).token_ids) for call in running] == [256, 256]
+    assert held_threads.encoded == [4000, 4000]
 
 
 async def test_two_requests_with_one_client_id_are_both_right(cluster: Any) -> None:
@@ -159,7 +219,7 @@ BAD = [
     (pb.GenerateRequest(chat=pb.ChatMessages()), ErrorCode.INVALID_ARGUMENT, "messages", "empty"),
     (request(temperature=-1.0), ErrorCode.INVALID_ARGUMENT, "temperature", "between 0 and 100"),
     (request(top_p=1.5), ErrorCode.INVALID_ARGUMENT, "top_p", "at most 1"),
-    (request(0), ErrorCode.INVALID_ARGUMENT, "max_tokens", "at least 1"),
+    (request(0), ErrorCode.INVALID_ARGUMENT, "max_tokens", "between 1 and 2147483647"),
     (request(196), ErrorCode.INVALID_ARGUMENT, "max_tokens", "room for 195"),
     (request(5, min_tokens=6), ErrorCode.INVALID_ARGUMENT, "min_tokens", "at most max_tokens (5)"),
     (request(stop=[""]), ErrorCode.INVALID_ARGUMENT, "stop", "non-empty"),
@@ -255,6 +315,24 @@ async def test_deadline_ends_the_request_on_the_workers(make_cluster: Any) -> No
     async with asyncio.timeout(2):
         while not decode.cancelled:
             await asyncio.sleep(0.01)
+
+
+async def test_a_clients_own_deadline_ends_the_call_with_the_routers_reason(cluster: Any) -> None:
+    _, decode = await cluster.pair()
+
+    async def hang(_: WorkerRequest, position: int) -> None:
+        await asyncio.sleep(30 if position == 3 else 0)
+
+    decode.on_decode = hang
+    for timeout_s in (0.3, 1.0):
+        stream = cluster.stub.GenerateStream(request(), timeout=timeout_s)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await remaining(stream)
+        assert codec.error_from_wire(dict(caught.value.trailing_metadata())[codec.ERROR_METADATA_KEY]).code is (
+            ErrorCode.DEADLINE_EXCEEDED
+        )
+        status, _ = await failure(cluster.stub.Generate(request(), timeout=timeout_s))
+        assert status is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_internal_errors_show_an_id_and_no_trace(cluster: Any) -> None:

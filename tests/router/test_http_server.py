@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.core import TransferError, WorkerRequest
+from kvferry.core import ModelLimits, TransferError, WorkerRequest
 
 PROMPT = [1, 2, 3, 4, 5]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -91,6 +91,9 @@ async def test_chat(cluster: Any, http: httpx.AsyncClient) -> None:
         (COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "temperature", "between 0 and 100"),
         (COMPLETIONS, {"prompt": "x", "model": "gpt"}, 404, "model", "'fake' is"),
         (COMPLETIONS, {"prompt": "a\ud800"}, 400, None, ""),
+        (COMPLETIONS, {"prompt": "x", "top_k": 2**31}, 400, "top_k", "2147483647"),
+        (COMPLETIONS, {"prompt": "x", "temperature": 10**400}, 400, "temperature", "between 0 and 100"),
+        (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, 400, "messages", "knows system, user, assistant"),
         (CHAT, {"messages": []}, 400, "messages", "empty"),
         (CHAT, {"messages": [{"role": "u", "content": "x"}], "n": 3}, 400, "n", "not supported"),
     ],
@@ -177,10 +180,26 @@ async def test_models_and_unknown_paths(http: httpx.AsyncClient) -> None:
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "INVALID_ARGUMENT")
 
 
-async def test_oversized_body_is_refused(http: httpx.AsyncClient) -> None:
-    response = await http.post(COMPLETIONS, content=b" " * (16 * 1024 * 1024 + 1))
+async def test_oversized_body_is_refused(cluster: Any, http: httpx.AsyncClient) -> None:
+    limit = 2**20 + 6 * 200 * cluster.tokenizer.longest_token_chars
+    response = await http.post(COMPLETIONS, content=b" " * (limit + 1))
     assert response.status_code == 400
-    assert "16777216 bytes" in response.json()["error"]["message"]
+    assert f"limit of {limit} bytes" in response.json()["error"]["message"]
+
+
+async def test_hanging_up_while_the_prompt_waits_to_be_tokenized_drops_it(make_cluster: Any, held_threads: Any) -> None:
+    cluster = await make_cluster(limits=ModelLimits(300, 10_000))
+    async with httpx.AsyncClient(base_url=f"http://{cluster.addresses.http}", timeout=20) as client:
+        asks = [asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a " * 2000})) for _ in range(6)]
+        await held_threads.begun(2)
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+        await asyncio.sleep(0.2)
+        held_threads.go_on.set()
+        refused = await client.post(COMPLETIONS, json={"prompt": "a " * 3000})
+        assert refused.status_code == 503  # tokenized, and there is no worker
+    assert held_threads.encoded == [4000, 4000, 6000]
 
 
 async def test_health_follows_the_workers(cluster: Any, http: httpx.AsyncClient) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvferry.core import ConfigError, MemRegion
+from kvferry.transceiver import memory
 from kvferry.transceiver.memory import SharedArena
 
 
@@ -52,6 +53,24 @@ def test_more_than_there_is_names_the_setting(arena: SharedArena) -> None:
         arena.allocate(1 << 62)
     assert caught.value.field == "kv_cache.bytes"
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"), [("max", "0", 4096 * 1024), ("1000000", "400000", 600_000), ("1000", "5000", 0)]
+)
+def test_a_container_has_what_its_control_group_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str, used: str, expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4096 kB\n")
+    (tmp_path / "own").write_text("1:cpu:/old\n0::/pod/worker\n")
+    group = tmp_path / "groups" / "pod" / "worker"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(limit + "\n")
+    (group / "memory.current").write_text(used + "\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_OWN_GROUP", tmp_path / "own")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    assert memory.available_nbytes() == expected
 
 
 def test_nothing_has_a_name_and_close_lets_go_of_the_files() -> None:

@@ -8,14 +8,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry.core import MemRegion, TransferError
-from kvferry.transceiver.base import Direction
+from kvferry.transceiver.base import Agent, Direction
 from kvferry.transceiver.host_identity import HostIdentity
 from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.native.engine import MemoryBackend
+from kvferry.transceiver.native_shm import NativeShmAgent
 from kvferry.transceiver.shm import RegionTable, ShmAgent
 from kvferry.transceiver.shm_host import ShmMetadata
 
@@ -93,8 +96,29 @@ def test_a_peer_that_is_gone_is_noticed(pair: Pair) -> None:
     pair.far.close()
     with pytest.raises(TransferError, match="far is gone"):
         pair.read()
-    with pytest.raises(TransferError, match="far is gone"):
+    with pytest.raises(TransferError, match="far is not known"):  # and let go of
         pair.near.notify("far", b"hello")
+
+
+@pytest.mark.parametrize("make", [ShmAgent, lambda name, arena: NativeShmAgent(name, arena, MemoryBackend())])
+def test_the_memory_of_a_dead_peer_is_let_go_when_another_is_met(make: Callable[[str, SharedArena], Agent]) -> None:
+    """Or each worker that is killed would cost every reader its pools."""
+    arenas = [SharedArena() for _ in range(3)]
+    near, dying, reborn = (make(name, arena) for name, arena in zip(("near", "far-1", "far-2"), arenas, strict=True))
+    for agent, arena in ((dying, arenas[1]), (reborn, arenas[2])):
+        agent.register(MemRegion(arena.allocate(1 << 20).data_ptr(), 1 << 20))
+    near.load_peer("far-1", dying.metadata())
+    dying.close()
+    arenas[1].close()
+    before = _mappings()
+    near.load_peer("far-2", reborn.metadata())
+    assert _mappings() == before  # one came, one went
+    for end in (near, reborn, *arenas):
+        end.close()
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:kvferry-pool")
 
 
 def test_a_peer_that_never_reads_its_mail_costs_an_error_and_no_wait(pair: Pair) -> None:
