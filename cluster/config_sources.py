@@ -192,6 +192,12 @@ def _check_together(config: ClusterConfig) -> None:
             if count < 1:
                 message = f"{name}.count must be at least 1, got {count} (without prefill: transceiver.backend NONE)"
                 raise ConfigError(message, field=f"{name}.count")
+    ports = config.router
+    if ports.grpc_port and ports.grpc_port == ports.http_port:
+        raise ConfigError(
+            f"router.grpc_port and router.http_port are both {ports.grpc_port}: give them different ports, or 0",
+            field="router.http_port",
+        )
     for name in ("prefill", "decode"):
         backend = getattr(config, name).transceiver.get("backend")
         if backend is not None and str(backend).upper() != config.transceiver.backend:
@@ -201,7 +207,7 @@ def _check_together(config: ClusterConfig) -> None:
                 field=f"{name}.transceiver.backend",
             )
     for name in ("host", "worker_host"):
-        if not (config.insecure_bind or _is_loopback(getattr(config, name))):
+        if not (config.insecure_bind or is_loopback(getattr(config, name))):
             raise ConfigError(
                 f"{name} {getattr(config, name)} is reachable from other machines and nothing is encrypted or "
                 "authenticated: set insecure_bind true to allow it",
@@ -209,7 +215,8 @@ def _check_together(config: ClusterConfig) -> None:
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens at `host`."""
     return host == "localhost" or (host != "auto" and ipaddress.ip_address(host).is_loopback)
 
 

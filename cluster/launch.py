@@ -19,6 +19,7 @@ from kvferry.cluster.roles import (
     RolePlan,
     WorkerSpec,
     backend_environ,
+    check_policies,
     early_model_config,
     model_limits,
     plan_roles,
@@ -68,26 +69,33 @@ class RunningCluster:
 
 
 def draw_up(config: ClusterConfig, say: Say) -> Blueprint:
-    """Checks all that can be checked without starting anything: errors here take a second or two.
+    """Checks all that can be checked without starting anything: errors here take a few seconds.
 
-    Raises ConfigError naming the setting: a running cluster, a taken port, an impossible pair, a bad checkpoint.
+    Raises ConfigError naming the setting: a running cluster, a taken port, an impossible pair, a bad checkpoint, a
+    device or memory that is not there.
     """
     _check_not_running(Path(config.state_dir))
     grpc_port = free_port(config.host, config.router.grpc_port, "router.grpc_port")
     http_port = free_port(config.host, config.router.http_port, "router.http_port")
     if config.ray_address:
         check_reachable(config.ray_address, "ray_address")
+    check_policies(config)
     early = early_model_config(config.model)
     if early is not None:
         plan_roles(config, early, os.environ)
+    from kvferry.cluster.preflight import check_plans, check_writable  # torch
+
+    check_writable(Path(config.state_dir))
     model_dir = _checkpoint(config.model, say)
     model_config = read_config(model_dir)
+    plans = tuple(plan_roles(config, model_config, os.environ))
+    check_plans(config, model_dir, plans)
     return Blueprint(
         config=config,
         cluster_id=new_cluster_id(),
         model_dir=model_dir,
         limits=model_limits(model_config, config.engine.max_context_tokens),
-        plans=tuple(plan_roles(config, model_config, os.environ)),
+        plans=plans,
         grpc_port=grpc_port,
         http_port=http_port,
     )

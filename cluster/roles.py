@@ -21,7 +21,7 @@ from kvferry.resolution import (
     read_config,
     resolve,
 )
-from kvferry.router import RouterSettings
+from kvferry.router import POLICIES, RouterSettings
 
 _BACKEND_VARIABLES = "KVFERRY_USE_"
 
@@ -133,6 +133,7 @@ def router_settings(
     config: ClusterConfig, model_dir: Path, limits: ModelLimits, *, grpc_port: int, http_port: int
 ) -> RouterSettings:
     """What the router of this configuration is told. Raises ConfigError."""
+    check_policies(config)
     return RouterSettings(
         model_name=config.served_model_name or config.model,
         model_dir=model_dir,
@@ -149,6 +150,15 @@ def router_settings(
         queue_timeout_s=config.router.queue_timeout_s,
         request_timeout_s=config.router.request_timeout_s,
     )
+
+
+def check_policies(config: ClusterConfig) -> None:
+    """Raises ConfigError naming the setting of an unknown routing policy."""
+    for key in ("prefill_policy", "decode_policy"):
+        name = getattr(config.router, key)
+        if name not in POLICIES:
+            known = ", ".join(POLICIES.names())
+            raise ConfigError(f"router.{key} {name!r} is unknown: known are {known}", field=f"router.{key}")
 
 
 def threads_per_worker(config: WorkerConfig, workers: int, cores: int | None = None) -> int:
