@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.cluster.config import ClusterConfig
 from kvferry.cluster.log_setup import set_aside_logs
-from kvferry.cluster.processes import check_reachable, cluster_processes, free_port
+from kvferry.cluster.processes import check_reachable, free_port
 from kvferry.cluster.ray_head import RayHead, start_ray_head, stop_ray_head
 from kvferry.cluster.roles import (
     RolePlan,
@@ -25,7 +25,7 @@ from kvferry.cluster.roles import (
     plan_roles,
     threads_per_worker,
 )
-from kvferry.cluster.state_file import ClusterState, log_dir, read_state, remove_state, write_state
+from kvferry.cluster.state_file import ClusterState, alive, log_dir, read_state, remove_state, write_state
 from kvferry.core import ConfigError, ModelLimits, UnavailableError, new_cluster_id
 from kvferry.resolution import read_config
 
@@ -144,11 +144,6 @@ def stop(state_dir: Path, state: ClusterState) -> list[str]:
     if not left:
         remove_state(state_dir)
     return left
-
-
-def alive(state: ClusterState) -> bool:
-    """Whether anything of a cluster on our own Ray head still runs; on somebody else's Ray: unknown, so True."""
-    return state.ray_head_pid is None or bool(cluster_processes(state.cluster_id))
 
 
 def worker_specs(blueprint: Blueprint, router_endpoint: str, logs: Path) -> list[WorkerSpec]:

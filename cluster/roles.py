@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.cluster.config import ClusterConfig, WorkerConfig
 from kvferry.cluster.config_sources import worker_config
-from kvferry.core import CheckpointError, ConfigError, ModelLimits, Resolution, Role
+from kvferry.core import CheckpointError, ConfigError, ModelLimits, Resolution, Role, Source
 from kvferry.resolution import (
     PairFacts,
     ResolveRequest,
@@ -179,5 +179,12 @@ def _check_pairs(plans: list[RolePlan]) -> None:
     problem = can_pair(*facts)
     if problem:
         raise ConfigError(
-            f"{problem}: set transceiver.runtime and kv_cache.manager alike for both roles", field="transceiver.runtime"
+            f"{problem}: set transceiver.runtime and kv_cache.manager alike for both roles",
+            field=_setting_at_fault(*(entry.resolution for entry in facts)),
         )
+
+
+def _setting_at_fault(prefill: Resolution, decode: Resolution) -> str:
+    """A manager that was demoted follows from the runtime; another one was set, or is the model's."""
+    demoted = Source.DEMOTED in (prefill.manager_source, decode.manager_source)
+    return "kv_cache.manager" if prefill.manager != decode.manager and not demoted else "transceiver.runtime"

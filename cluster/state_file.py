@@ -7,7 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvferry.core import ConfigError
+from kvferry.cluster.processes import cluster_processes
+from kvferry.core import ConfigError, UnavailableError
 
 FILE_NAME = "cluster.json"
 _VERSION = 1
@@ -64,6 +65,23 @@ def require_state(state_dir: Path) -> ClusterState:
     if state is None:
         raise ConfigError(
             f"no cluster is running from {state_dir}: start one with `kvferry up`, or name another --state-dir",
+            field="state_dir",
+        )
+    return state
+
+
+def alive(state: ClusterState) -> bool:
+    """Whether anything of a cluster on our own Ray head still runs; on somebody else's Ray: unknown, so True."""
+    return state.ray_head_pid is None or bool(cluster_processes(state.cluster_id))
+
+
+def require_running(state_dir: Path) -> ClusterState:
+    """Raises ConfigError when no cluster was started from here, UnavailableError when the one that was has ended."""
+    state = require_state(state_dir)
+    if not alive(state):
+        raise UnavailableError(
+            f"cluster {state.cluster_id} of {state_dir} has ended: its Ray head (pid {state.ray_head_pid}) and all its "
+            f"processes are gone; `kvferry up` starts a new one, {log_dir(state_dir)} says what the last one did",
             field="state_dir",
         )
     return state

@@ -124,5 +124,5 @@ def test_one_port_cannot_serve_two_front_ends(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(ConfigError, match="router.grpc_port and router.http_port are both"):
+    with pytest.raises(ConfigError, match=r"router\.grpc_port and router\.http_port are both"):
         load_config(flags={"router.grpc_port": port, "router.http_port": port}, environ={})
