@@ -159,7 +159,7 @@ def _wire(sampling: SamplingParams) -> generation_pb2.SamplingParams:
             _check_text(name, text)
         if isinstance(value, int | float):
             try:
-                generation_pb2.SamplingParams(**{name: value})
+                setattr(generation_pb2.SamplingParams(), name, value)
             except ValueError:
                 raise InvalidRequestError(f"{name} is too large to be sent: {value}", field=name) from None
     return codec.sampling_to_wire(sampling)

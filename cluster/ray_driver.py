@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its stub lacks them
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
