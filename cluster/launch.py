@@ -25,7 +25,15 @@ from kvferry.cluster.roles import (
     plan_roles,
     threads_per_worker,
 )
-from kvferry.cluster.state_file import ClusterState, alive, log_dir, read_state, remove_state, write_state
+from kvferry.cluster.state_file import (
+    ClusterState,
+    alive,
+    check_writable,
+    log_dir,
+    read_state,
+    remove_state,
+    write_state,
+)
 from kvferry.core import ConfigError, ModelLimits, UnavailableError, new_cluster_id
 from kvferry.resolution import read_config
 
@@ -83,13 +91,15 @@ def draw_up(config: ClusterConfig, say: Say) -> Blueprint:
     early = early_model_config(config.model)
     if early is not None:
         plan_roles(config, early, os.environ)
-    from kvferry.cluster.preflight import check_plans, check_writable  # torch
-
     check_writable(Path(config.state_dir))
+    from kvferry.cluster.preflight import check_checkpoint, check_workers  # torch
+
     model_dir = _checkpoint(config.model, say)
     model_config = read_config(model_dir)
     plans = tuple(plan_roles(config, model_config, os.environ))
-    check_plans(config, model_dir, plans)
+    if config.ray_address is None:
+        check_workers(plans)
+    check_checkpoint(model_dir, plans)
     return Blueprint(
         config=config,
         cluster_id=new_cluster_id(),

@@ -5,15 +5,12 @@ A worker finds the same faults when it loads, tens of seconds later and in anoth
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from kvferry.cluster.config import ClusterConfig, WorkerConfig
+from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.roles import RolePlan
 from kvferry.core import CheckpointError, ConfigError
 from kvferry.engine import EngineSettings
@@ -43,28 +40,29 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
 
 def check_worker_settings(config: WorkerConfig) -> None:
     """What one worker needs of the machine it runs on: its device, and memory for its pools. Raises ConfigError."""
+    engine_settings(config, threads=None)
     check_device(config.engine.device)
     if torch.device(config.engine.device).type == "cpu":
         check_memory(config.kv_cache.bytes + config.kv_cache.host_bytes, workers=1)
 
 
-def check_plans(config: ClusterConfig, model_dir: Path, plans: Sequence[RolePlan]) -> None:
-    """The checkpoint and every role's settings against it. Raises CheckpointError, ConfigError.
+def check_workers(plans: Sequence[RolePlan]) -> None:
+    """Engine settings, devices and memory, for workers that all run on this machine. Raises ConfigError."""
+    for plan in plans:
+        check_worker_settings(plan.config)
+    # Pools of accelerators are in their own memory; each worker checks those when it loads.
+    on_host = [plan for plan in plans if torch.device(plan.config.engine.device).type == "cpu"]
+    total = sum(plan.count * (plan.config.kv_cache.bytes + plan.config.kv_cache.host_bytes) for plan in on_host)
+    check_memory(total, workers=sum(plan.count for plan in on_host))
 
-    Device and memory are checked only when the workers run on this machine.
-    """
+
+def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
+    """The checkpoint, and what every role sets against it. Raises CheckpointError, ConfigError."""
     model = inspect_model(model_dir)
     _check_vocabulary(Tokenizer.load(model_dir), model, model_dir)
     for plan in plans:
         settings = engine_settings(plan.config, threads=None)
         blocks_for_budget(model.layouts(settings.tokens_per_block, settings.kv_dtype), plan.config.kv_cache.bytes)
-    if config.ray_address is None:
-        for plan in plans:
-            check_worker_settings(plan.config)
-        # Pools of accelerators are in their own memory; each worker checks those when it loads.
-        on_host = [plan for plan in plans if torch.device(plan.config.engine.device).type == "cpu"]
-        total = sum(plan.count * (plan.config.kv_cache.bytes + plan.config.kv_cache.host_bytes) for plan in on_host)
-        check_memory(total, workers=sum(plan.count for plan in on_host))
 
 
 def check_device(name: str) -> None:
@@ -87,24 +85,6 @@ def check_memory(nbytes: int, workers: int) -> None:
             f"{nbytes} bytes, but this machine has {available} available: lower kv_cache.bytes",
             field="kv_cache.bytes",
         )
-
-
-def check_writable(state_dir: Path) -> None:
-    """Raises ConfigError unless files can be made in `state_dir`. Leaves nothing behind."""
-    missing = [path for path in (state_dir, *state_dir.parents) if not path.exists()]
-    try:
-        state_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=state_dir):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"the state directory {state_dir} cannot be written: {error.strerror or error}; name another --state-dir",
-            field="state_dir",
-        ) from None
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):  # it was never made
-                os.rmdir(path)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: CausalLM, model_dir: Path) -> None:

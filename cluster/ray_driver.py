@@ -70,9 +70,10 @@ def _own_cluster(state: ClusterState) -> Iterator[None]:
 
 
 def _use_environ(environ: Mapping[str, str]) -> None:
-    """Ray reads the environment once, when it is imported: it is told to look again."""
-    os.environ.clear()
-    os.environ.update(environ)
+    """Makes this process's environment equal to `environ`. Ray read it when it was imported: it is told to look again."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,6 +87,24 @@ def require_running(state_dir: Path) -> ClusterState:
             field="state_dir",
         )
     return state
+
+
+def check_writable(state_dir: Path) -> None:
+    """Raises ConfigError unless files can be made in `state_dir`. Leaves nothing behind."""
+    missing = [path for path in (state_dir, *state_dir.parents) if not path.exists()]
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=state_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the state directory {state_dir} cannot be written: {error.strerror or error}; name another --state-dir",
+            field="state_dir",
+        ) from None
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # it was never made
+                os.rmdir(path)
 
 
 def remove_state(state_dir: Path) -> None:

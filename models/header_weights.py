@@ -43,7 +43,7 @@ class HeaderWeights:
 
 
 class _NeverComputes:
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError("a model built from headers has no weights to compute with")
 
 

@@ -102,8 +102,7 @@ def inspect_model(model_dir: Path) -> CausalLM:
     build = find_implementation(config)
     weights = HeaderWeights(Path(model_dir))
     try:
-        with torch.device("meta"):
-            return build(config, weights, torch_operators(unpacked_linear))
+        return build(config, weights, torch_operators(unpacked_linear))
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         path = Path(model_dir) / "config.json"
         raise CheckpointError(
