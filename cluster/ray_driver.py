@@ -70,7 +70,7 @@ def _own_cluster(state: ClusterState) -> Iterator[None]:
 
 
 def _use_environ(environ: Mapping[str, str]) -> None:
-    """Makes this process's environment equal to `environ`. Ray read it when it was imported: it is told to look again."""
+    """Makes this process's environment equal to `environ`, and Ray, which read it when imported, look again."""
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
