@@ -14,6 +14,7 @@ from kvferry.core import ConfigError, UnavailableError
 
 FILE_NAME = "cluster.json"
 _VERSION = 1
+_CONTROL_SERVICE = "gcs_server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,13 @@ def require_state(state_dir: Path) -> ClusterState:
 
 
 def alive(state: ClusterState) -> bool:
-    """Whether anything of a cluster on our own Ray head still runs; on somebody else's Ray: unknown, so True."""
-    return state.ray_head_pid is None or bool(cluster_processes(state.cluster_id))
+    """Whether a cluster on our own Ray head still runs; on somebody else's Ray: unknown, so True.
+
+    It stands and falls with Ray's control service: without it all the others end, some only after a while.
+    """
+    return state.ray_head_pid is None or any(
+        process.command.partition(" ")[0].endswith(_CONTROL_SERVICE) for process in cluster_processes(state.cluster_id)
+    )
 
 
 def require_running(state_dir: Path) -> ClusterState:
@@ -82,8 +88,9 @@ def require_running(state_dir: Path) -> ClusterState:
     state = require_state(state_dir)
     if not alive(state):
         raise UnavailableError(
-            f"cluster {state.cluster_id} of {state_dir} has ended: its Ray head (pid {state.ray_head_pid}) and all its "
-            f"processes are gone; `kvferry up` starts a new one, {log_dir(state_dir)} says what the last one did",
+            f"cluster {state.cluster_id} of {state_dir} has ended: Ray's {_CONTROL_SERVICE} (started by pid "
+            f"{state.ray_head_pid}) is gone, and with it the rest; `kvferry up` clears what is left and starts a new one, "
+            f"{log_dir(state_dir)} says what the last one did",
             field="state_dir",
         )
     return state
