@@ -89,8 +89,8 @@ def require_running(state_dir: Path) -> ClusterState:
     if not alive(state):
         raise UnavailableError(
             f"cluster {state.cluster_id} of {state_dir} has ended: Ray's {_CONTROL_SERVICE} (started by pid "
-            f"{state.ray_head_pid}) is gone, and with it the rest; `kvferry up` clears what is left and starts a new one, "
-            f"{log_dir(state_dir)} says what the last one did",
+            f"{state.ray_head_pid}) is gone, and with it the rest; `kvferry up` clears what is left and starts a new "
+            f"one, {log_dir(state_dir)} says what the last one did",
             field="state_dir",
         )
     return state
