@@ -10,12 +10,13 @@ from typing import Any
 import grpc
 
 from kvferry.cluster.admin_client import rpc_error
-from kvferry.core import FinishReason, SamplingParams, codec
+from kvferry.core import FinishReason, InvalidRequestError, SamplingParams, codec
 from kvferry.proto import generation_pb2, generation_pb2_grpc
 
 GenerateRequest = generation_pb2.GenerateRequest
 
 DEFAULT_TIMEOUT_S = 600.0
+MAX_TIMEOUT_S = 30 * 86_400.0
 
 Message = tuple[str, str]
 """(role, content)"""
@@ -71,9 +72,16 @@ class Completed:
 
 
 class GenerationClient:
-    """Owns its channel. Calls are bounded by `timeout_s` and raise the server's KVFerryError."""
+    """Owns its channel. Calls are bounded by `timeout_s` and raise the server's KVFerryError.
+
+    Raises InvalidRequestError for a timeout that bounds nothing.
+    """
 
     def __init__(self, endpoint: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise InvalidRequestError(
+                f"timeout must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {timeout_s}", field="timeout"
+            )
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._channel = grpc.insecure_channel(endpoint)
@@ -110,19 +118,51 @@ class GenerationClient:
 
 
 def chat_request(messages: Sequence[Message], sampling: SamplingParams) -> generation_pb2.GenerateRequest:
+    for _, content in messages:
+        _check_text("chat", content)
     wire = [generation_pb2.ChatMessage(role=role, content=content) for role, content in messages]
-    return generation_pb2.GenerateRequest(
-        chat=generation_pb2.ChatMessages(messages=wire), sampling=codec.sampling_to_wire(sampling)
-    )
+    return generation_pb2.GenerateRequest(chat=generation_pb2.ChatMessages(messages=wire), sampling=_wire(sampling))
 
 
 def prompt_request(prompt: str, sampling: SamplingParams) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(prompt=prompt, sampling=codec.sampling_to_wire(sampling))
+    _check_text("prompt", prompt)
+    return generation_pb2.GenerateRequest(prompt=prompt, sampling=_wire(sampling))
 
 
 def token_request(token_ids: Sequence[int], sampling: SamplingParams) -> generation_pb2.GenerateRequest:
     ids = generation_pb2.TokenIds(ids=token_ids)
-    return generation_pb2.GenerateRequest(prompt_token_ids=ids, sampling=codec.sampling_to_wire(sampling))
+    return generation_pb2.GenerateRequest(prompt_token_ids=ids, sampling=_wire(sampling))
+
+
+def label_request(request: generation_pb2.GenerateRequest, **labels: str) -> None:
+    """Sets model, cache_salt and request_id. Raises InvalidRequestError for text that cannot be sent."""
+    for name, value in labels.items():
+        _check_text(name, value)
+        setattr(request, name, value)
+
+
+def _check_text(name: str, text: str) -> None:
+    """Bytes of the command line that are no text come as lone surrogates, which nothing on the wire can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not valid UTF-8: the byte at position {error.start} is no text", field=name
+        ) from None
+
+
+def _wire(sampling: SamplingParams) -> generation_pb2.SamplingParams:
+    """Raises InvalidRequestError naming the parameter that does not fit its field."""
+    for name in sampling.__dataclass_fields__:
+        value = getattr(sampling, name)
+        for text in value if name == "stop" else ():
+            _check_text(name, text)
+        if isinstance(value, int | float):
+            try:
+                setattr(generation_pb2.SamplingParams(), name, value)
+            except ValueError:
+                raise InvalidRequestError(f"{name} is too large to be sent: {value}", field=name) from None
+    return codec.sampling_to_wire(sampling)
 
 
 def _logprob_dict(wire: generation_pb2.TokenLogprob) -> dict[str, Any]:

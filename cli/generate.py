@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from kvferry.cli.client import Completed, GenerateRequest, GenerationClient, chat_request, prompt_request, token_request
+from kvferry.cli.client import (
+    Completed,
+    GenerateRequest,
+    GenerationClient,
+    chat_request,
+    label_request,
+    prompt_request,
+    token_request,
+)
 from kvferry.cli.options import Endpoint, Json, StateDir, find_endpoint
 from kvferry.cli.output import print_json, refusals, say
 from kvferry.core import InvalidRequestError, SamplingParams
@@ -51,7 +59,7 @@ def generate_command(
             logprobs=logprobs,
         )
         request = build_request(prompt, prompt_ids, chat, system, sampling)
-        request.model, request.cache_salt, request.request_id = model, cache_salt, request_id
+        label_request(request, model=model, cache_salt=cache_salt, request_id=request_id)
         with GenerationClient(find_endpoint(endpoint, state_dir), timeout) as client:
             completed = _stream(client, request, echo=not as_json) if stream else client.generate(request)
         if as_json:

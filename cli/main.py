@@ -8,6 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer.exceptions import TyperException
+
+from kvferry.cli.output import REFUSED, refuse
+from kvferry.core import InvalidRequestError
 
 # name -> (function, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -60,7 +64,23 @@ def _load(path: str) -> Callable[..., Any]:
 
 def main() -> None:
     called = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
-    build_app(called)()
+    app = build_app(called)
+    if "--json" not in sys.argv:
+        app()
+        return
+    try:
+        sys.exit(app(standalone_mode=False))
+    except TyperException as error:
+        refuse(usage_error(error), as_json=True)
+        sys.exit(REFUSED)
+
+
+def usage_error(error: TyperException) -> InvalidRequestError:
+    """What the parser of options found wrong, as every other refusal is told; `field` is the option."""
+    parameter = getattr(error, "param", None)
+    return InvalidRequestError(
+        error.format_message(), field=getattr(parameter, "name", None) or getattr(error, "option_name", "") or ""
+    )
 
 
 if __name__ == "__main__":

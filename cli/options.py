@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cluster.config_sources import state_dir as resolve_state_dir
-from kvferry.cluster.state_file import require_state
+from kvferry.cluster.state_file import require_running
 
 Json = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
 StateDir = Annotated[
@@ -20,5 +20,6 @@ Endpoint = Annotated[
 
 
 def find_endpoint(endpoint: str | None, state_dir: Path | None) -> str:
-    """The address given, or the running cluster's. Raises ConfigError when there is none."""
-    return endpoint or require_state(resolve_state_dir(state_dir)).grpc
+    """The address given, or the running cluster's. Raises ConfigError when there is none, UnavailableError
+    when it has ended."""
+    return endpoint or require_running(resolve_state_dir(state_dir)).grpc

@@ -68,7 +68,7 @@ def resolve_command(
         )
         answer = _resolved(request)
     except ConfigError as error:
-        answer = failed_resolution_dict(arch or model or "", error)
+        answer = failed_resolution_dict(arch or model or "", error, backend=backend)
     _print_answer(answer, as_json)
     if answer["error"]:
         raise typer.Exit(EXIT_REFUSED)

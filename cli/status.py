@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,6 +15,8 @@ from kvferry.cluster.admin_client import AdminClient, StatusResponse, WorkerStat
 from kvferry.core import codec
 from kvferry.resolution import resolution_dict
 
+_UNBROKEN = 100_000
+
 
 def status_command(endpoint: Endpoint = None, state_dir: StateDir = None, as_json: Json = False) -> None:
     """Show every worker: role, state, resolved transceiver/KV pair and its reason, blocks, requests."""
@@ -23,7 +26,12 @@ def status_command(endpoint: Endpoint = None, state_dir: StateDir = None, as_jso
         if as_json:
             print_json(status_dict(status))
         else:
-            Console().print(status_view(status_dict(status)))
+            facts_console().print(status_view(status_dict(status)))
+
+
+def facts_console() -> Console:
+    """As wide as the terminal; into a pipe or a file each fact keeps its line."""
+    return Console() if sys.stdout.isatty() else Console(width=_UNBROKEN)
 
 
 def status_dict(status: StatusResponse) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def _worker_dict(worker: WorkerStatus) -> dict[str, Any]:
 
 
 def status_view(status: dict[str, Any]) -> Group:
-    """The status as a table that fits 80 columns, and under it why each worker runs what it runs."""
+    """The status as a table that fits 80 columns of a terminal, and under it why each worker runs what it runs."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("worker", "state", "pid", "transceiver", "kv", "free blocks", "requests"):
         table.add_column(column, no_wrap=column != "requests")

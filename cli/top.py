@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from kvferry.cli.options import Endpoint, StateDir, find_endpoint
 from kvferry.cli.output import refusals
-from kvferry.cli.status import status_dict, status_view
+from kvferry.cli.status import facts_console, status_dict, status_view
 from kvferry.cluster.admin_client import AdminClient
 from kvferry.core import UnavailableError
 
@@ -23,8 +24,11 @@ def top_command(
     endpoint: Endpoint = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Watch workers, blocks and requests. Ctrl-C leaves."""
+    """Watch workers, blocks and requests. Ctrl-C leaves. Into a pipe: one look, or --count of them."""
     with refusals(False), AdminClient(find_endpoint(endpoint, state_dir)) as admin:
+        if not sys.stdout.isatty():
+            _print_looks(admin, count or 1, interval)
+            return
         view: RenderableType = status_view(status_dict(admin.status()))
         looks = 1
         try:
@@ -35,6 +39,14 @@ def top_command(
                     looks += 1
         except KeyboardInterrupt:
             return
+
+
+def _print_looks(admin: AdminClient, count: int, interval: float) -> None:
+    console = facts_console()
+    console.print(status_view(status_dict(admin.status())))
+    for _ in range(count - 1):
+        time.sleep(interval)
+        console.print(_look(admin))
 
 
 def _look(admin: AdminClient) -> RenderableType:

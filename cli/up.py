@@ -15,7 +15,8 @@ from kvferry.cli.options import Json
 from kvferry.cli.output import print_json, refusals, say
 from kvferry.cluster.config import ClusterConfig
 from kvferry.cluster.config_sources import load_config, parse_flags, parse_value
-from kvferry.cluster.launch import RunningCluster, alive, draw_up, launch, stop
+from kvferry.cluster.launch import RunningCluster, draw_up, launch, stop
+from kvferry.cluster.state_file import alive
 from kvferry.core import UnavailableError
 
 WATCH_S = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import ipaddress
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """A flag's value, typed as it would be in the file."""
     try:
-        return yaml.safe_load(text)
+        return _load_yaml(text)
     except yaml.YAMLError:
         return text
 
@@ -150,13 +150,38 @@ def _override_section(role: Role) -> str:
     return "prefill" if role is Role.PREFILL else "decode"
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice: YAML would take the last one and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, yaml.Mark] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: what it brings may be overridden
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"the key {key!r} is given twice, first in line {seen[key].line + 1}",
+                    key_node.start_mark,
+                )
+            if isinstance(key, Hashable):
+                seen[key] = key_node.start_mark
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader
+
+
 def _read_yaml(file: Path) -> Tree:
     try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        loaded = _load_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read configuration {file}: {error.strerror}", field="config") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not YAML: {error}", field="config") from None
+        raise ConfigError(f"{file} cannot be read as YAML: {error}", field="config") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -192,6 +217,12 @@ def _check_together(config: ClusterConfig) -> None:
             if count < 1:
                 message = f"{name}.count must be at least 1, got {count} (without prefill: transceiver.backend NONE)"
                 raise ConfigError(message, field=f"{name}.count")
+    ports = config.router
+    if ports.grpc_port and ports.grpc_port == ports.http_port:
+        raise ConfigError(
+            f"router.grpc_port and router.http_port are both {ports.grpc_port}: give them different ports, or 0",
+            field="router.http_port",
+        )
     for name in ("prefill", "decode"):
         backend = getattr(config, name).transceiver.get("backend")
         if backend is not None and str(backend).upper() != config.transceiver.backend:
@@ -201,7 +232,7 @@ def _check_together(config: ClusterConfig) -> None:
                 field=f"{name}.transceiver.backend",
             )
     for name in ("host", "worker_host"):
-        if not (config.insecure_bind or _is_loopback(getattr(config, name))):
+        if not (config.insecure_bind or is_loopback(getattr(config, name))):
             raise ConfigError(
                 f"{name} {getattr(config, name)} is reachable from other machines and nothing is encrypted or "
                 "authenticated: set insecure_bind true to allow it",
@@ -209,7 +240,8 @@ def _check_together(config: ClusterConfig) -> None:
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens at `host`."""
     return host == "localhost" or (host != "auto" and ipaddress.ip_address(host).is_loopback)
 
 

@@ -13,18 +13,27 @@ from typing import Any
 
 from kvferry.cluster.config import ClusterConfig
 from kvferry.cluster.log_setup import set_aside_logs
-from kvferry.cluster.processes import check_reachable, cluster_processes, free_port
+from kvferry.cluster.processes import check_reachable, free_port
 from kvferry.cluster.ray_head import RayHead, start_ray_head, stop_ray_head
 from kvferry.cluster.roles import (
     RolePlan,
     WorkerSpec,
     backend_environ,
+    check_policies,
     early_model_config,
     model_limits,
     plan_roles,
     threads_per_worker,
 )
-from kvferry.cluster.state_file import ClusterState, log_dir, read_state, remove_state, write_state
+from kvferry.cluster.state_file import (
+    ClusterState,
+    alive,
+    check_writable,
+    log_dir,
+    read_state,
+    remove_state,
+    write_state,
+)
 from kvferry.core import ConfigError, ModelLimits, UnavailableError, new_cluster_id
 from kvferry.resolution import read_config
 
@@ -68,26 +77,35 @@ class RunningCluster:
 
 
 def draw_up(config: ClusterConfig, say: Say) -> Blueprint:
-    """Checks all that can be checked without starting anything: errors here take a second or two.
+    """Checks all that can be checked without starting anything: errors here take a few seconds.
 
-    Raises ConfigError naming the setting: a running cluster, a taken port, an impossible pair, a bad checkpoint.
+    Raises ConfigError naming the setting: a running cluster, a taken port, an impossible pair, a bad checkpoint, a
+    device or memory that is not there.
     """
     _check_not_running(Path(config.state_dir))
     grpc_port = free_port(config.host, config.router.grpc_port, "router.grpc_port")
     http_port = free_port(config.host, config.router.http_port, "router.http_port")
     if config.ray_address:
         check_reachable(config.ray_address, "ray_address")
+    check_policies(config)
     early = early_model_config(config.model)
     if early is not None:
         plan_roles(config, early, os.environ)
+    check_writable(Path(config.state_dir))
+    from kvferry.cluster.preflight import check_checkpoint, check_workers  # torch
+
     model_dir = _checkpoint(config.model, say)
     model_config = read_config(model_dir)
+    plans = tuple(plan_roles(config, model_config, os.environ))
+    if config.ray_address is None:
+        check_workers(plans)
+    check_checkpoint(model_dir, plans)
     return Blueprint(
         config=config,
         cluster_id=new_cluster_id(),
         model_dir=model_dir,
         limits=model_limits(model_config, config.engine.max_context_tokens),
-        plans=tuple(plan_roles(config, model_config, os.environ)),
+        plans=plans,
         grpc_port=grpc_port,
         http_port=http_port,
     )
@@ -136,11 +154,6 @@ def stop(state_dir: Path, state: ClusterState) -> list[str]:
     if not left:
         remove_state(state_dir)
     return left
-
-
-def alive(state: ClusterState) -> bool:
-    """Whether anything of a cluster on our own Ray head still runs; on somebody else's Ray: unknown, so True."""
-    return state.ray_head_pid is None or bool(cluster_processes(state.cluster_id))
 
 
 def worker_specs(blueprint: Blueprint, router_endpoint: str, logs: Path) -> list[WorkerSpec]:

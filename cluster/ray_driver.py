@@ -6,17 +6,20 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its stub lacks them
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.cluster.actors import ActorLog
 from kvferry.cluster.log_setup import log_path
 from kvferry.cluster.processes import CLUSTER_VARIABLE, check_reachable
+from kvferry.cluster.ray_head import token_environ
 from kvferry.cluster.roles import WorkerSpec, router_settings
 from kvferry.cluster.state_file import ClusterState
 from kvferry.cluster.worker_actor import RouterActor, WorkerActor
@@ -38,13 +41,41 @@ def connected(state: ClusterState) -> Iterator[None]:
     before = os.getcwd()
     os.chdir(state.ray_temp_dir or "/")
     try:
-        _connect(state)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        with _own_cluster(state):
+            _connect(state)
+            try:
+                yield
+            finally:
+                ray.shutdown()
     finally:
         os.chdir(before)
+
+
+@contextlib.contextmanager
+def _own_cluster(state: ClusterState) -> Iterator[None]:
+    """On a Ray cluster of our own: its token, and loopback as this node's address, as the head has it
+    (`ray_head`). On somebody else's nothing changes."""
+    if state.ray_temp_dir is None:
+        yield
+        return
+    before, clustered = dict(os.environ), ray_constants.ENABLE_RAY_CLUSTER
+    try:
+        _use_environ(token_environ(os.environ, state.ray_temp_dir))
+        # Read from the environment once, when Ray was imported.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clustered
+        _use_environ(before)
+
+
+def _use_environ(environ: Mapping[str, str]) -> None:
+    """Makes this process's environment equal to `environ`, and Ray, which read it when imported, look again."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def start_router(blueprint: Blueprint, logs: Path, timeout_s: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,7 @@ START_TIMEOUT_S = 60.0
 # Ray carries no tokens and no KV here: the smallest object store it accepts will do.
 OBJECT_STORE_NBYTES = 100_000_000
 _TEMP_PREFIX = "kvferry-"
+_TOKEN_FILE = "auth_token"
 
 _ENVIRONMENT = {
     # The repository's folders must not be importable by their bare names in workers.
@@ -31,6 +33,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # SIGTERM stops at once; the default waits 30 s for actors to leave by themselves.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # Without it Ray swaps 127.0.0.1 for the address of this machine and listens on all of them.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Ray would kill a worker when others on this machine use memory.
     "RAY_memory_monitor_refresh_ms": "0",
     # Ray runs workers at niceness 15, behind everything else on the machine: these are the service.
@@ -52,6 +56,7 @@ def start_ray_head(cluster_id: str, resources: Mapping[str, int]) -> RayHead:
     """Blocks until the head accepts connections. Raises UnavailableError with the end of its output."""
     # Sockets live below it, and their paths must stay short: not in the state directory.
     temp_dir = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir="/tmp"))
+    _write_token(temp_dir)
     port = free_port("127.0.0.1", 0, "ray_address")
     output = temp_dir / "head.log"
     with output.open("w") as log:
@@ -61,7 +66,7 @@ def start_ray_head(cluster_id: str, resources: Mapping[str, int]) -> RayHead:
             stdout=log,
             stderr=log,
             cwd=temp_dir,
-            env={**os.environ, **_ENVIRONMENT, CLUSTER_VARIABLE: cluster_id},
+            env=_head_environ(os.environ, temp_dir, cluster_id),
             start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
         )
     head = RayHead(f"127.0.0.1:{port}", process.pid, str(temp_dir))
@@ -79,6 +84,15 @@ def start_ray_head(cluster_id: str, resources: Mapping[str, int]) -> RayHead:
     return head
 
 
+def token_environ(environ: Mapping[str, str], temp_dir: str | Path) -> dict[str, str]:
+    """`environ` for a process that may talk to the Ray cluster of `temp_dir`, and no other token in it.
+
+    Without the token anybody with an account on this machine could run code in the cluster.
+    """
+    kept = {name: value for name, value in environ.items() if name != "RAY_AUTH_TOKEN"}
+    return {**kept, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(temp_dir) / _TOKEN_FILE)}
+
+
 def stop_ray_head(cluster_id: str, pid: int | None, temp_dir: str | None) -> list[int]:
     """Stops everything of this cluster; returns the pids that would not go."""
     left = stop_processes(cluster_id, pid)
@@ -87,6 +101,17 @@ def stop_ray_head(cluster_id: str, pid: int | None, temp_dir: str | None) -> lis
     if temp_dir and Path(temp_dir).name.startswith(_TEMP_PREFIX):
         shutil.rmtree(temp_dir, ignore_errors=True)
     return [process.pid for process in left]
+
+
+def _write_token(temp_dir: Path) -> None:
+    """A secret of this cluster alone, readable by its owner. It goes with the directory."""
+    descriptor = os.open(temp_dir / _TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def _head_environ(environ: Mapping[str, str], temp_dir: Path, cluster_id: str) -> dict[str, str]:
+    return {**token_environ(environ, temp_dir), **_ENVIRONMENT, CLUSTER_VARIABLE: cluster_id}
 
 
 def _command(port: int, temp_dir: Path, resources: Mapping[str, int]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.cluster.config import ClusterConfig, WorkerConfig
 from kvferry.cluster.config_sources import worker_config
-from kvferry.core import CheckpointError, ConfigError, ModelLimits, Resolution, Role
+from kvferry.core import CheckpointError, ConfigError, ModelLimits, Resolution, Role, Source
 from kvferry.resolution import (
     PairFacts,
     ResolveRequest,
@@ -21,7 +21,7 @@ from kvferry.resolution import (
     read_config,
     resolve,
 )
-from kvferry.router import RouterSettings
+from kvferry.router import POLICIES, RouterSettings
 
 _BACKEND_VARIABLES = "KVFERRY_USE_"
 
@@ -133,6 +133,7 @@ def router_settings(
     config: ClusterConfig, model_dir: Path, limits: ModelLimits, *, grpc_port: int, http_port: int
 ) -> RouterSettings:
     """What the router of this configuration is told. Raises ConfigError."""
+    check_policies(config)
     return RouterSettings(
         model_name=config.served_model_name or config.model,
         model_dir=model_dir,
@@ -149,6 +150,15 @@ def router_settings(
         queue_timeout_s=config.router.queue_timeout_s,
         request_timeout_s=config.router.request_timeout_s,
     )
+
+
+def check_policies(config: ClusterConfig) -> None:
+    """Raises ConfigError naming the setting of an unknown routing policy."""
+    for key in ("prefill_policy", "decode_policy"):
+        name = getattr(config.router, key)
+        if name not in POLICIES:
+            known = ", ".join(POLICIES.names())
+            raise ConfigError(f"router.{key} {name!r} is unknown: known are {known}", field=f"router.{key}")
 
 
 def threads_per_worker(config: WorkerConfig, workers: int, cores: int | None = None) -> int:
@@ -169,5 +179,12 @@ def _check_pairs(plans: list[RolePlan]) -> None:
     problem = can_pair(*facts)
     if problem:
         raise ConfigError(
-            f"{problem}: set transceiver.runtime and kv_cache.manager alike for both roles", field="transceiver.runtime"
+            f"{problem}: set transceiver.runtime and kv_cache.manager alike for both roles",
+            field=_setting_at_fault(*(entry.resolution for entry in facts)),
         )
+
+
+def _setting_at_fault(prefill: Resolution, decode: Resolution) -> str:
+    """A manager that was demoted follows from the runtime; another one was set, or is the model's."""
+    demoted = Source.DEMOTED in (prefill.manager_source, decode.manager_source)
+    return "kv_cache.manager" if prefill.manager != decode.manager and not demoted else "transceiver.runtime"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import grpc
 
+from kvferry.cluster.config_sources import is_loopback
 from kvferry.cluster.membership import PoolMember
+from kvferry.cluster.preflight import check_worker_settings, engine_settings
 from kvferry.cluster.roles import WorkerSpec, resolve_worker
 from kvferry.cluster.worker_service import PeerBook, RoleWorker, StatusSource, WorkerIdentity, add_worker_service
 from kvferry.core import ConfigError, Resolution, Role, new_incarnation, resolved_line
 from kvferry.decode import DecodeWorker
-from kvferry.engine import EngineSettings, ModelRunner
+from kvferry.engine import ModelRunner
 from kvferry.kvcache import KVCacheManager, create_manager
 from kvferry.models import model_fingerprint
 from kvferry.prefill import PrefillWorker
@@ -47,25 +50,14 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
     model_dir = Path(spec.model_dir)
     model_config = read_config(model_dir)
     resolution = resolve_worker(spec.config, model_config, dict(spec.environ))
+    if is_loopback(spec.host):
+        # UCX would listen on every interface, with neither encryption nor authentication.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     for warning in resolution.warnings:
         logger.warning("%s", warning)
-    engine, cache = spec.config.engine, spec.config.kv_cache
-    runner = ModelRunner.load(
-        model_dir,
-        EngineSettings(
-            device=engine.device,
-            precision=engine.precision,
-            kernels=engine.kernels,
-            threads=spec.threads,
-            tokens_per_block=cache.tokens_per_block,
-            max_batch=engine.max_batch,
-            step_token_budget=engine.step_token_budget,
-            max_step_ms=engine.max_step_ms,
-            max_queued=engine.max_queued,
-            max_context_tokens=engine.max_context_tokens,
-            min_partial_tokens=cache.min_partial_tokens,
-        ),
-    )
+    device, cache = spec.config.engine.device, spec.config.kv_cache
+    check_worker_settings(spec.config)
+    runner = ModelRunner.load(model_dir, engine_settings(spec.config, spec.threads))
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
     memory = pool_memory(resolution)
     fingerprint = model_fingerprint(model_dir)
@@ -74,7 +66,7 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         runner.layouts,
         cache.bytes,
         prefix_reuse=reuse,
-        device=engine.device,
+        device=device,
         core=cache.core,
         host_bytes=cache.host_bytes,
         disk_bytes=cache.disk_bytes,

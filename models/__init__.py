@@ -10,7 +10,14 @@ from kvferry.models.base import (
     Weights,
 )
 from kvferry.models.convert import convert_gguf
-from kvferry.models.loader import KNOWN_MODELS, load_model, model_fingerprint, read_config, resolve_model
+from kvferry.models.loader import (
+    KNOWN_MODELS,
+    inspect_model,
+    load_model,
+    model_fingerprint,
+    read_config,
+    resolve_model,
+)
 from kvferry.models.operators import Operators, PlainLinear, RMSNormOperator, SiluProduct, plain_linear, torch_operators
 from kvferry.models.progress import ProgressCallback, progress_bar
 
@@ -29,6 +36,7 @@ __all__ = [
     "SiluProduct",
     "Weights",
     "convert_gguf",
+    "inspect_model",
     "load_model",
     "model_fingerprint",
     "plain_linear",

@@ -47,9 +47,20 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_MAGIC = b"GGUF"
 _ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later store their rope scaling as a table of factors; these three never varied.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_MAGIC))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", field="model") from None
+    if magic != _MAGIC:
+        raise CheckpointError(f"{path} is no GGUF file: it does not begin with {_MAGIC.decode()}", field="model")
 
 
 class GGUFCheckpoint:
@@ -57,10 +68,14 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_magic(path)
         try:
             self._reader = gguf.GGUFReader(path)
         except (ValueError, OSError, KeyError, IndexError) as error:
-            raise CheckpointError(f"{path} is no readable GGUF file: {error}", field="model") from None
+            # The reader's own words are about arrays it could not cut from the file.
+            raise CheckpointError(
+                f"{path} is damaged or cut short: its GGUF header cannot be read", field="model"
+            ) from error
         name = self.field("general.architecture")
         if name not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))

@@ -16,7 +16,8 @@ from kvferry.models.base import CausalLM, Config, Weights
 from kvferry.models.checked import text_config
 from kvferry.models.convert import convert_gguf
 from kvferry.models.fingerprint import checkpoint_fingerprint
-from kvferry.models.operators import Operators
+from kvferry.models.header_weights import HeaderWeights, unpacked_linear
+from kvferry.models.operators import Operators, torch_operators
 from kvferry.models.progress import ProgressCallback
 from kvferry.models.weights import CheckpointWeights
 from kvferry.resolution import find_card, required_implementation
@@ -103,6 +104,25 @@ def _refuse_quantised(config: Config) -> None:
             f"config.json: weights quantised by {method!r} cannot be loaded; convert the checkpoint to bfloat16 first",
             field="quantization_config",
         )
+
+
+def inspect_model(model_dir: Path) -> CausalLM:
+    """The model as `load_model` would build it, from config.json and the headers of the weights alone: it has limits
+    and layouts, and cannot compute.
+
+    Raises CheckpointError naming the key, file or tensor that would stop the load.
+    """
+    config = read_config(model_dir)
+    build = find_implementation(config)
+    _refuse_quantised(config)
+    weights = HeaderWeights(Path(model_dir))
+    try:
+        return build(config, weights, torch_operators(unpacked_linear))
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        path = Path(model_dir) / "config.json"
+        raise CheckpointError(
+            f"{path} does not describe a model: {type(error).__name__}: {error}", field="model"
+        ) from None
 
 
 def model_fingerprint(model_dir: Path) -> str:

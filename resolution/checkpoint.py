@@ -27,8 +27,9 @@ def read_config(model: str | Path) -> dict[str, Any]:
     if not directory.is_dir():
         known = ", ".join(sorted(KNOWN_MODELS))
         raise CheckpointError(
-            f"{model} is neither a checkpoint directory nor a known model ({known}); a GGUF file is converted with "
-            "`kvferry convert` first",
+            f"{model} is a file: `kvferry convert {model}` makes a directory of a .gguf file, whose config can be read"
+            if directory.is_file()
+            else f"unknown model {str(model)!r}: no such directory or .gguf file, and no known name ({known})",
             field=MODEL_FIELD,
         )
     try:

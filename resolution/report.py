@@ -25,13 +25,19 @@ def resolution_dict(resolution: Resolution) -> dict[str, Any]:
     }
 
 
-def failed_resolution_dict(architecture: str, error: ConfigError, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """The same keys when nothing could be resolved: `error` says why, `field` which setting to change."""
+def failed_resolution_dict(
+    architecture: str, error: ConfigError, warnings: Sequence[str] = (), backend: str | None = None
+) -> dict[str, Any]:
+    """The same keys when nothing could be resolved: `error` says why, `field` which setting to change.
+
+    backend: the one that was asked for.
+    """
     empty = dict.fromkeys(
-        ("backend", "runtime", "runtime_source", "manager", "manager_source", "reason", "disaggregation", "transceiver")
+        ("runtime", "runtime_source", "manager", "manager_source", "reason", "disaggregation", "transceiver")
     )
     return {
         "architecture": architecture,
+        "backend": backend,
         **empty,
         "warnings": list(warnings),
         "error": error.message,

@@ -14,6 +14,7 @@ import pytest
 from kvferry.cli.client import Completed
 from kvferry.cli.demo import demo_problems, report_lines
 from kvferry.cli.main import COMMANDS
+from kvferry.cluster.state_file import ClusterState, write_state
 from kvferry.core import NotFoundError
 from kvferry.proto import admin_pb2, generation_pb2
 
@@ -69,6 +70,30 @@ def test_status_for_people_shows_the_pair_and_why(router: Any, kvferry: Run, com
     assert result.exit_code == 0
     for text in ("decode-0", "NIXL/PYTHON", "V2", "9/10", "running 2", "preferred"):
         assert text in result.stdout
+
+
+def test_facts_keep_their_lines_in_a_pipe(router: Any, kvferry: Run) -> None:
+    reason = "because " * 60
+    worker = admin_pb2.WorkerStatus(name="decode-0", role="decode", resolution=RESOLUTION)
+    worker.resolution.reason = reason
+    router.workers = [worker]
+    for command in (["status"], ["top"]):
+        result = kvferry(*command, "--endpoint", router.endpoint)
+        assert result.exit_code == 0
+        assert f"decode-0 (decode, by model/model): {reason.strip()}" in result.stdout
+    counted = kvferry("top", "--count", "2", "--interval", "0.1", "--endpoint", router.endpoint)
+    assert counted.stdout.count("serves tiny") == 2
+
+
+def test_commands_say_that_the_cluster_has_ended(tmp_path: Path, kvferry: Run) -> None:
+    state = ClusterState("kvf-of-a-test", "tiny", "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 4, None, ("router",))
+    write_state(tmp_path, state)
+    for command in (["status"], ["generate", "--prompt", "a"], ["drain", "decode-0"]):
+        result = kvferry(*command, "--state-dir", str(tmp_path), "--json")
+        assert result.exit_code == 2
+        error = json.loads(result.stdout)["error"]
+        assert (error["code"], error["field"]) == ("UNAVAILABLE", "state_dir")
+        assert "has ended" in error["message"]
 
 
 def test_drain(router: Any, kvferry: Run) -> None:

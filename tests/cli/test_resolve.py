@@ -77,7 +77,8 @@ def test_a_refusal_exits_with_2_and_says_why(arguments: tuple[str, ...], field: 
     code, answer = run(*arguments)
     assert (code, answer["field"]) == (2, field)
     assert words in answer["error"]
-    assert answer["backend"] is answer["runtime"] is answer["manager"] is None
+    assert answer["backend"] == (arguments[3] if "--backend" in arguments else "DEFAULT")
+    assert answer["runtime"] is answer["manager"] is None
 
 
 def test_for_people() -> None:

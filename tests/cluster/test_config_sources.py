@@ -175,3 +175,20 @@ def test_state_dir_comes_from_flag_then_environment(tmp_path: Path) -> None:
 def test_loopback_may_be_left_on_purpose() -> None:
     config = load_config(flags={"host": "0.0.0.0", "insecure_bind": True, "worker_host": "auto"}, environ={})
     assert config.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["engine: {max_batch: 8}\nmodel: a\nengine: {threads: 2}\n", "engine:\n  threads: 1\n  threads: 2\n"],
+)
+def test_a_key_given_twice_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"the key '(engine|threads)' is given twice, first in line [12]") as caught:
+        load_config(_file(tmp_path, text), environ={})
+    assert caught.value.field == "config"
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
+    text = "engine: &shared {max_batch: 8, threads: 1}\ndecode: {engine: {<<: *shared, max_batch: 4}}\n"
+    config = load_config(_file(tmp_path, text), environ={})
+    assert worker_config(config, Role.DECODE).engine.max_batch == 4
+    assert worker_config(config, Role.DECODE).engine.threads == 1

@@ -61,6 +61,19 @@ def test_overrides_that_keep_roles_apart_are_refused() -> None:
         _plan(decode__kv_cache__manager="V1")
 
 
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"prefill.kv_cache.manager": "V1"}, "kv_cache.manager"),
+        ({"prefill.transceiver.runtime": "CPP"}, "transceiver.runtime"),
+    ],
+)
+def test_what_keeps_roles_apart_is_named(flags: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be paired") as caught:
+        _plan(**flags)
+    assert caught.value.field == field
+
+
 def test_planning_needs_neither_torch_nor_ray() -> None:
     code = (
         "import sys\n"

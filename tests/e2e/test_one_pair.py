@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from listening import listening_addresses
 
+from kvferry.cluster.processes import cluster_processes
+from kvferry.cluster.state_file import require_state
 from kvferry.core import SamplingParams
 from kvferry.engine import LLM
 
@@ -43,6 +47,26 @@ def test_both_workers_run_the_preferred_pair(cluster: Any) -> None:
         assert (resolution["transceiver"], resolution["manager"]) == ("NIXL/PYTHON", "V2")
         log = (cluster.state_dir / "logs" / f"{name}.log").read_text()
         assert log.count(f"resolved worker={name} role={worker['role']} model=LlamaForCausalLM") == 1
+
+
+def test_nothing_of_it_listens_beyond_this_machine(cluster: Any) -> None:
+    processes = cluster_processes(cluster.facts["cluster_id"])
+    listening = listening_addresses(process.pid for process in processes)
+    ports = {int(cluster.facts[name].rpartition(":")[2]) for name in ("grpc", "http")}
+    assert ports <= set(listening.pop("127.0.0.1"))
+    listening.pop("::1", None)
+    assert listening == {}
+
+
+def test_ray_answers_nobody_without_its_token(cluster: Any) -> None:
+    state = require_state(cluster.state_dir)
+    with grpc.insecure_channel(state.ray_address) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=10)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        token = (Path(state.ray_temp_dir or "") / "auth_token").read_text()
+        call(b"", timeout=10, metadata=[("authorization", f"Bearer {token}")])
 
 
 @pytest.mark.parametrize("text", TEXTS)

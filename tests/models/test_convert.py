@@ -176,7 +176,7 @@ def test_a_failed_conversion_leaves_nothing(tiny_llama_dir: Path, tmp_path: Path
 
 def test_no_gguf_and_no_known_architecture_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("this is no model")
-    with pytest.raises(CheckpointError, match=r"text.gguf is no readable GGUF file"):
+    with pytest.raises(CheckpointError, match=r"text.gguf is no GGUF file"):
         convert_gguf(tmp_path / "text.gguf")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "starcoder")
     writer.write_header_to_file()
@@ -207,3 +207,18 @@ def test_smollm2_tokenizes_as_published(smollm2_dir: Path) -> None:
     assert "You are a helpful AI assistant named SmolLM" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is no GGUF file: it does not begin with GGUF"),
+        (b"PK\x03\x04 something else", "is no GGUF file: it does not begin with GGUF"),
+        (b"GGUF\x03\x00\x00\x00", "is damaged or cut short: its GGUF header cannot be read"),
+    ],
+)
+def test_what_is_no_gguf_is_told_in_our_words(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        convert_gguf(tmp_path / "bad.gguf")
+    assert caught.value.message == f"{tmp_path / 'bad.gguf'} {words}"

@@ -35,3 +35,13 @@ def test_a_bad_directory_says_what_is_wrong(tmp_path: Path, content: str | bytes
 def test_no_directory_lists_the_known_names(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="smollm2"):
         read_config(tmp_path / "gone")
+
+
+def test_an_unknown_name_says_what_a_model_can_be_and_a_file_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"unknown model 'smol': no such directory or \.gguf file, and no known name"
+    ):
+        read_config("smol")
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"x\.gguf is a file: `kvferry convert "):
+        read_config(tmp_path / "x.gguf")
