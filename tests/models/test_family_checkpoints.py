@@ -10,8 +10,8 @@ from checkpoints import random_checkpoint
 from families import FAMILIES
 from safetensors.torch import load_file, save_file
 
-from kvferry.core import CheckpointError
-from kvferry.models import load_model, torch_operators
+from kvferry.core import CheckpointError, DType
+from kvferry.models import inspect_model, load_model, torch_operators
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,6 +36,12 @@ def test_every_tensor_that_is_missing_or_has_another_shape_is_named(model_dir: P
         assert f"tensor {name}" in caught.value.message
         assert f"has shape {(shape[0] - 1, *shape[1:])}, config.json calls for {shape}" in caught.value.message
     save_file(whole, path)
+
+
+def test_headers_alone_tell_what_the_load_will(model_dir: Path) -> None:
+    loaded, inspected = load_model(model_dir, torch_operators()), inspect_model(model_dir)
+    assert inspected.limits == loaded.limits
+    assert inspected.layouts(16, DType.FLOAT32) == loaded.layouts(16, DType.FLOAT32)
 
 
 def test_a_file_that_is_cut_short_is_named(model_dir: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import load_model, torch_operators
+from kvferry.models import inspect_model, load_model, torch_operators
 from kvferry.models.gpt_oss import GptOssConfig as OurConfig
 
 SIZES: dict[str, Any] = {
@@ -85,6 +85,7 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(
     quantised.mkdir()
     (quantised / "config.json").write_text((plain / "config.json").read_text())
     save_file(packed, quantised / "model.safetensors", metadata={"format": "pt"})
+    assert inspect_model(quantised).limits == inspect_model(plain).limits
     token_ids = list(range(3, 90))
     expected = reference.logits(reference.load(plain), token_ids)
     tolerance = 1e-4 * max(1.0, float(expected.abs().max()))
