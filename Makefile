@@ -35,6 +35,9 @@ $(DEPS_STAMP): requirements.lock requirements-model.lock
 	  { echo 'kvferry needs Python 3.11 or newer: make setup PYTHON=python3.11' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo 'Python lacks venv: apt-get install python3-venv' >&2; exit 1; }
+	@command -v $(CXX) >/dev/null || { echo 'no C++ compiler ($(CXX)): apt-get install g++' >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  { echo 'Python lacks its C headers: apt-get install python3-dev' >&2; exit 1; }
 	@echo '[1/3] environment .venv'
 	@test -x $(BIN)/python && $(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@echo '[2/3] dependencies (about 1 GB to download the first time)'
@@ -43,7 +46,7 @@ $(DEPS_STAMP): requirements.lock requirements-model.lock
 	@touch $@
 
 $(STAMP): $(DEPS_STAMP) $(BUILD_INPUTS)
-	@echo '[3/3] kvferry itself'
+	@echo '[3/3] kvferry itself: compiles its C++ parts, a minute or two'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
