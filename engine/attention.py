@@ -61,12 +61,9 @@ class _Group:
             kind = pool.layout.kind.value
             raise ConfigError(f"a {kind} layer group has no K and V to attend over", field="kv_cache")
         self._pool, self._spans = pool, spans_of(pool.layout, chunks, group)
-        self._native = _runs_native(pool, kernels)
+        self.step: GroupStep = self._native_step() if _runs_native(pool, kernels) else self.torch_step
 
-    @cached_property
-    def step(self) -> GroupStep:
-        if not self._native:
-            return self.torch_step
+    def _native_step(self) -> GroupStep:
         from kvferry.engine.native_attention import NativeGroupStep
 
         return NativeGroupStep(self._pool, self._spans)

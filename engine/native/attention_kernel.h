@@ -318,7 +318,8 @@ void attend(const AttentionArgs& args, const AttentionTile& tile, float* scratch
   std::fill(s.out, s.out + static_cast<std::ptrdiff_t>(rows) * args.dim, 0.0f);
   std::fill(s.tops, s.tops + rows, kNothing);
   std::fill(s.weights, s.weights + rows, 0.0f);
-  if (tile.tokens == 1)
+  // The rest of a prompt's chunk may be one token too, and see more than one stretch.
+  if (tile.tokens == 1 && tile.to - tile.from <= kStretch)
     attend_one(args, tile, s, rows);
   else
     attend_many(args, tile, s);

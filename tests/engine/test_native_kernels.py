@@ -153,6 +153,25 @@ def test_attention(step: tuple[KVLayout, int, list[tuple[int, int]]], turned: bo
     torch.testing.assert_close(native, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("share", [1, 5])
+def test_the_last_token_of_a_chunk_far_behind_its_start(share: int) -> None:
+    """Chunks are cut into tiles; one of a single token must see a context of any length."""
+    length, start = 144 // share + 1, 1900
+    layout = KVLayout(GroupKind.FULL, (0,), 1, 64)
+    generator = torch.Generator().manual_seed(4)
+    count = layout.blocks_for(start + length)
+    pools = [build_pool(layout, count, "cpu") for _ in range(2)]
+    pools[0].view.normal_(generator=generator)
+    pools[1].view.copy_(pools[0].view)
+    chunks = [AttentionChunk(start, length, (list(range(count)),), (0,))]
+    q, k, v = torch.randn(length, share + 2, 64, generator=generator).split((share, 1, 1), dim=1)
+    native, plain = (
+        PagedAttention([pool], chunks, choice)(0, q, k, v, 0.125)
+        for pool, choice in zip(pools, (Kernels.NATIVE, Kernels.TORCH), strict=True)
+    )
+    torch.testing.assert_close(native, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     layout = KVLayout(GroupKind.FULL, (0,), 2, 64)
     pool = build_pool(layout, 200, "cpu")
