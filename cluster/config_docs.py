@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from kvferry.cluster.config_sources import SHORT_FLAGS, config_keys
+from kvferry.core.generated_page import replace_part, rewrite_page
 
 BEGIN = "<!-- settings: generated -->"
 END = "<!-- settings: end -->"
@@ -26,10 +26,8 @@ def settings_table() -> str:
 
 
 def with_table(document: str) -> str:
-    """The document with the table between its two marks replaced."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{settings_table()}\n{END}{after}"
+    """The document with the table between its two marks replaced. Raises ValueError when it has no marks."""
+    return replace_part(document, BEGIN, END, f"{BEGIN}\n{settings_table()}\n{END}")
 
 
 def _default(field: FieldInfo) -> str:
@@ -44,5 +42,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
-    file.write_text(with_table(file.read_text(encoding="utf-8")), encoding="utf-8")
+    raise SystemExit(rewrite_page("kvferry.cluster.config_docs", sys.argv[1:], with_table, sys.stderr.write))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvferry.core import GroupKind
+from kvferry.core.generated_page import replace_part, rewrite_page
 from kvferry.resolution import CARDS, card_named
 from kvferry.resolution.card import evaluate
 
@@ -83,20 +83,11 @@ def generated_part() -> str:
 
 def with_generated_part(page: str) -> str:
     """`page` with what lies between the markers made anew. Raises ValueError when it has no markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no generated part: it needs the lines {BEGIN!r} and {END!r}")
-    return before + generated_part() + after
+    return replace_part(page, BEGIN, END, generated_part())
 
 
 def main(arguments: Sequence[str], write: Callable[[str], object] = sys.stderr.write) -> int:
-    if len(arguments) != 1:
-        write("usage: python -m kvferry.models.table PAGE\n")
-        return 2
-    path = Path(arguments[0])
-    path.write_text(with_generated_part(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return rewrite_page("kvferry.models.table", arguments, with_generated_part, write)
 
 
 if __name__ == "__main__":

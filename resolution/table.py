@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvferry.core import Registry
+from kvferry.core.generated_page import replace_part, rewrite_page
 from kvferry.resolution.architectures import CARDS, card_named
 from kvferry.resolution.capabilities import BUILTIN_TRANSCEIVERS, TransceiverCapability
 from kvferry.resolution.card import Card, CardFacts, evaluate
@@ -118,20 +118,11 @@ def generated_part() -> str:
 
 def with_generated_part(page: str) -> str:
     """`page` with what lies between the markers made anew. Raises ValueError when it has no markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no generated part: it needs the lines {BEGIN!r} and {END!r}")
-    return before + generated_part() + after
+    return replace_part(page, BEGIN, END, generated_part())
 
 
 def main(arguments: Sequence[str], write: Callable[[str], object] = sys.stderr.write) -> int:
-    if len(arguments) != 1:
-        write("usage: python -m kvferry.resolution.table PAGE\n")
-        return 2
-    path = Path(arguments[0])
-    path.write_text(with_generated_part(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return rewrite_page("kvferry.resolution.table", arguments, with_generated_part, write)
 
 
 if __name__ == "__main__":
