@@ -21,6 +21,7 @@ from kvferry.core import SamplingParams
 
 COMMAND = [str(Path(sys.executable).parent / "kvferry")]
 PATIENCE_S = 60.0
+ANSWER_S = 180.0
 START_S = 240.0
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -49,13 +50,20 @@ class Cluster:
         return {worker["name"]: worker for worker in self.run("status")[1]["workers"]}
 
     def client(self) -> GenerationClient:
-        return GenerationClient(self.facts["grpc"], PATIENCE_S)
+        return GenerationClient(self.facts["grpc"], ANSWER_S)
 
-    def complete(self, prompt_ids: Sequence[int], sampling: SamplingParams = GREEDY) -> Completed:
+    def complete(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> Completed:
+        """on_tokens(count): called after each message with the number of tokens received so far."""
         with self.client() as client:
             completed = Completed()
             for message in client.stream(token_request(prompt_ids, sampling)):
                 completed.add(message)
+                on_tokens(len(completed.token_ids))
             return completed
 
     def complete_all(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[Completed]:

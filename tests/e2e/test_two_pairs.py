@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,9 @@ from kvferry.core import KVFerryError, SamplingParams
 
 STREAMS = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+PATIENCE_S = 60.0
+ANSWER_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,17 @@ def test_a_killed_worker_costs_no_answer_and_comes_back(
 ) -> None:
     before = cluster.settled()[victim]
     some = prompts[16:24]
+    decoding = [threading.Event() for _ in some]
     with ThreadPoolExecutor(len(some)) as threads:
-        running = [threads.submit(cluster.complete, prompt, LONG) for prompt in some]
-        _await_work_on(cluster, victim)
+        running = [
+            threads.submit(cluster.complete, prompt, LONG, lambda count, event=event: count > 1 and event.set())
+            for prompt, event in zip(some, decoding, strict=True)
+        ]
+        if victim.startswith("decode"):
+            # The second token comes from decode, and 94 more are to come: the victim is in the middle of some.
+            assert all(event.wait(PATIENCE_S) for event in decoding)
+        else:
+            _await_work_on(cluster, victim)
         os.kill(before["pid"], signal.SIGKILL)
         outcomes = [_outcome(future) for future in running]
     for prompt, outcome in zip(some, outcomes, strict=True):
@@ -66,7 +77,7 @@ def test_a_killed_worker_costs_no_answer_and_comes_back(
     assert sum(not isinstance(outcome, KVFerryError) for outcome in outcomes) >= len(some) - 1
 
     if victim.startswith("decode"):
-        # It was in the middle of some: those were started again elsewhere, without sending a token twice.
+        # Those it was in the middle of were started again elsewhere, without sending a token twice.
         assert any(outcome.route["retries"] for outcome in outcomes if not isinstance(outcome, KVFerryError))
 
     def back(status: dict[str, Any]) -> bool:
@@ -95,6 +106,6 @@ def _await_work_on(cluster: Any, name: str) -> None:
 
 def _outcome(future: Future[Any]) -> Any:
     try:
-        return future.result(timeout=120)
+        return future.result(timeout=ANSWER_S)
     except KVFerryError as error:
         return error
