@@ -62,7 +62,7 @@ class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32, temperature=0))``.
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
-    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of V2's host tier. settings: fields
+    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host tier. settings: fields
     of `EngineSettings`. Raises ConfigError naming a setting. Not thread-safe.
     """
 

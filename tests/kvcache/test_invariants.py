@@ -13,6 +13,11 @@ class V1Machine(ManagerMachine):
     layouts = (FULL, WINDOW)
 
 
+class V1HostMachine(V1Machine):
+    host_blocks = 9
+    debug = True
+
+
 class V2Machine(ManagerMachine):
     version = "V2"
     layouts = (FULL, WINDOW, CHUNKED)
@@ -50,6 +55,7 @@ class V2WindowsOnlyMachine(ManagerMachine):
     "machine",
     [
         V1Machine,
+        V1HostMachine,
         V2Machine,
         V2PythonMachine,
         V2HostMachine,
