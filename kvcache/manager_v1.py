@@ -11,6 +11,7 @@ from kvferry.kvcache.base import (
     BlockHold,
     CacheStateError,
     CacheStatistics,
+    ForkableCache,
     KVCache,
     KVCacheManager,
     KVPool,
@@ -128,6 +129,12 @@ class LedgerV1:
             self.pages.claim(group, slots)
         return slots
 
+    def copy(self, source: int, slot: int) -> None:
+        """The bytes of a block that the caller holds go to a slot of its own, which it holds instead."""
+        for group in range(len(self.pages.pools)):
+            self.pages.copy(group, source, slot)
+        self.store.drop(source)
+
     def withhold(self, blocks: int) -> None:
         """Keeps `blocks` blocks from everybody, more or fewer than before. All or nothing."""
         while len(self.withheld) > blocks:
@@ -193,8 +200,13 @@ class LedgerV1:
             assert self.events.held(Tier.DEVICE) == self.chain.keys(), "events and chain disagree"
 
 
-class CacheV1(TrackedCache):
-    """Blocks below index `_published` are in the chain and only read; those behind belong to this cache alone."""
+class CacheV1(TrackedCache, ForkableCache):
+    """Blocks below index `_published` are in the chain and only read. Those below `_forked` may be shared with forks of
+    this sequence and are only read too; those behind both belong to this cache alone.
+
+    Forking sets `_forked` to all blocks and capacity to history. It covers a partly filled last block until `_grow`,
+    which every writer must go through, has made that one this cache's own.
+    """
 
     def __init__(self, ledger: LedgerV1, scope: bytes, tokens: array[int], priority: int) -> None:
         """tokens: those whose published blocks it may start with."""
@@ -218,6 +230,7 @@ class CacheV1(TrackedCache):
 
     def _start_with(self, path: Sequence[ChainEntry]) -> None:
         self._published = len(path)
+        self._forked = 0
         self._digest = path[-1].digest if path else self._scope
         self._table = [entry.slot for entry in path]
 
@@ -231,17 +244,39 @@ class CacheV1(TrackedCache):
         self._check_open()
         return False
 
+    def fork(self) -> CacheV1:
+        self._check_open()
+        self._drop_table(self._blocks_of_history)
+        self._capacity = self._history
+        self._forked = len(self._table)
+        twin = CacheV1(self._ledger, self._scope, array("I"), self._priority)
+        twin._take_after(self)
+        return twin
+
+    def _take_after(self, other: CacheV1) -> None:
+        """Becomes, newly opened, what `other` is."""
+        self._reused, self._committed = other._reused, other._committed
+        self._history = self._capacity = other._history
+        self._published, self._forked, self._digest = other._published, other._forked, other._digest
+        self._table = list(other._table)
+        for slot in self._table:
+            self._ledger.store.hold(slot)
+
+    @property
+    def _blocks_of_history(self) -> int:
+        return -(-self._history // self._tokens_per_block)
+
     def pin(self) -> BlockHold:
         self._check_open()
-        blocks = -(-self._history // self._tokens_per_block)
-        return self._keep(HoldKind.PINNED, self._table[:blocks], 0)
+        return self._keep(HoldKind.PINNED, self._table[: self._blocks_of_history], 0)
 
     def quarantine(self) -> BlockHold:
         self._check_open()
         self._state = CacheState.CLOSED
-        kept = self._table[self._published :]
-        del self._table[self._published :]
-        hold = self._keep(HoldKind.QUARANTINED, kept, self._published)
+        first = max(self._published, self._forked)  # nobody can be writing to those before it
+        kept = self._table[first:]
+        del self._table[first:]
+        hold = self._keep(HoldKind.QUARANTINED, kept, first)
         self._give_back()
         return hold
 
@@ -255,9 +290,16 @@ class CacheV1(TrackedCache):
 
     def _grow(self, capacity: int) -> None:
         need = -(-capacity // self._tokens_per_block) - len(self._table)
-        if need > 0:
+        full = self._history // self._tokens_per_block
+        copies = self._forked > full and self._ledger.store.cache_holders(self._table[full]) > 1
+        if need + copies > 0:
             after = self._table[-1] if self._table else None
-            self._table.extend(self._ledger.allocate(need, after))
+            slots = self._ledger.allocate(need + copies, after)
+            if copies:
+                self._ledger.copy(self._table[full], slots[0])
+                self._table[full] = slots.pop(0)
+            self._table += slots
+        self._forked = min(self._forked, full)
 
     def _advanced(self, before: int) -> None:
         """Nothing goes stale: windows are left to the attention mask."""
@@ -280,14 +322,14 @@ class CacheV1(TrackedCache):
         self._drop_table()
         self._ledger.caches.remove(self)
 
-    def _drop_table(self) -> None:
-        for slot in reversed(self._table):
+    def _drop_table(self, first: int = 0) -> None:
+        """Gives the blocks from index `first` on back, deepest first."""
+        for slot in self._table[first:][::-1]:
             self._ledger.store.drop(slot)
-        self._table.clear()
+        del self._table[first:]
 
     def _park(self) -> bool:
-        blocks = -(-self._history // self._tokens_per_block)
-        self._parked = self._ledger.below.park(self._table[:blocks])
+        self._parked = self._ledger.below.park(self._table[: self._blocks_of_history])
         if self._parked is None:
             return False
         self._drop_table()
@@ -296,9 +338,8 @@ class CacheV1(TrackedCache):
     def _unpark(self, token_ids: Sequence[int]) -> None:
         assert self._parked is not None
         path = self._hold_prefix(array("I", token_ids[: self._committed]))
-        blocks = -(-self._history // self._tokens_per_block)
         try:
-            slots = self._ledger.allocate(blocks - len(path), path[-1].slot if path else None)
+            slots = self._ledger.allocate(self._blocks_of_history - len(path), path[-1].slot if path else None)
         except OutOfBlocksError:
             for entry in reversed(path):
                 self._ledger.store.drop(entry.slot)
@@ -320,9 +361,15 @@ class CacheV1(TrackedCache):
             assert not self._table, "a suspended cache holds a page"
             return
         assert len(self._table) == -(-self._capacity // self._tokens_per_block)
+        assert self._forked * self._tokens_per_block < self._history + self._tokens_per_block
+        assert self._forked * self._tokens_per_block <= self._history or self._capacity == self._history
+        store = self._ledger.store
         for index, slot in enumerate(self._table):
-            published = self._ledger.store.publication(slot) is not None
-            assert published == (index < self._published), "the wrong blocks are published"
+            if index < self._published:
+                assert store.publication(slot) is not None, "a committed block is not published"
+            elif index >= self._forked:
+                assert store.publication(slot) is None, "an uncommitted block is published"
+                assert store.cache_holders(slot) == 1, "a block that may be written has two owners"
 
 
 class ManagerV1(KVCacheManager):

@@ -11,6 +11,7 @@ from kv_machine import CHUNKED, FULL, MLA, WINDOW, ManagerMachine
 class V1Machine(ManagerMachine):
     version = "V1"
     layouts = (FULL, WINDOW)
+    forks = True
 
 
 class V1HostMachine(V1Machine):
