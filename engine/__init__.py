@@ -3,7 +3,7 @@
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler, KVLoader, LoadOutcome
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.linear import linear_factory
-from kvferry.engine.llm import LLM, Completion
+from kvferry.engine.llm import LLM, BeamCompletion, BeamSequence, Completion
 from kvferry.engine.runner import Chunk, ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit
@@ -15,6 +15,8 @@ from kvferry.engine.worker import EngineHost, EngineState, abort
 __all__ = [
     "LLM",
     "BatchScheduler",
+    "BeamCompletion",
+    "BeamSequence",
     "Chunk",
     "Completion",
     "DecodeSequence",

@@ -24,8 +24,12 @@ from kvferry.core import (
     TokenLogprob,
     Usage,
     WorkerRequest,
+    check_prompt,
     new_request_id,
+    resolve_max_tokens,
 )
+from kvferry.engine.beam_search import BeamPrompt, BeamSearcher
+from kvferry.engine.beams import BeamParams, FinishedBeam
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.settings import EngineSettings
@@ -58,12 +62,33 @@ class Completion:
         self.usage = delta.usage
 
 
+@dataclass(frozen=True, slots=True)
+class BeamSequence:
+    """One sequence of a beam search. token_ids: a stop token included, of which the text has nothing.
+
+    score: cumulative_logprob / len(token_ids) ** length_penalty."""
+
+    token_ids: list[int]
+    text: str
+    cumulative_logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCompletion:
+    """What a beam search found for one prompt, best score first."""
+
+    sequences: list[BeamSequence]
+
+
 class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32, temperature=0))``.
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
-    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of V2's host tier. settings: fields
-    of `EngineSettings`. Raises ConfigError naming a setting. Not thread-safe.
+    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host tier. beam_width: above
+    1, the engine gets a manager that serves `beam_search`. settings: fields of `EngineSettings`. Raises ConfigError
+    naming a setting. Not thread-safe.
     """
 
     def __init__(
@@ -75,10 +100,11 @@ class LLM:
         kv_core: str = "cpp",
         kv_host_bytes: int = 0,
         prefix_reuse: bool = True,
+        beam_width: int = 1,
         **settings: Any,
     ) -> None:
         model_dir = resolve_model(os.fspath(model))
-        self.resolution = _resolve(model_dir, manager)
+        self.resolution = _resolve(model_dir, manager, beam_width)
         self.tokenizer = Tokenizer.load(model_dir)
         self._runner = ModelRunner.load(model_dir, EngineSettings(**settings))
         self.manager = create_manager(
@@ -108,6 +134,37 @@ class LLM:
             raise
         return list(completions.values())
 
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[BeamCompletion]:
+        """The `beam_width` best sequences that the search finds for each prompt; see `BeamParams`. Raises ConfigError
+        where the engine's KV cache manager serves no beams, InvalidRequestError naming a parameter."""
+        stops = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self.tokenizer.eos_token_ids)
+        params = BeamParams(beam_width, max_tokens, length_penalty, early_stopping, stops)
+        given = [self._beam_prompt(prompt, params) for prompt in prompts]
+        found = BeamSearcher(self._runner, self.manager).run(given, params)
+        return [BeamCompletion([self._beam_sequence(beam) for beam in beams]) for beams in found]
+
+    def _beam_prompt(self, prompt: Prompt, params: BeamParams) -> BeamPrompt:
+        token_ids, salt = self._token_ids(prompt)
+        check_prompt(token_ids, self._runner.limits)
+        resolve_max_tokens(SamplingParams(max_tokens=params.max_tokens), len(token_ids), self._runner.limits)
+        return BeamPrompt(tuple(token_ids), salt)
+
+    def _beam_sequence(self, beam: FinishedBeam) -> BeamSequence:
+        token_ids = list(beam.token_ids)
+        stopped = beam.finish_reason is FinishReason.STOP
+        text = self.tokenizer.decode(token_ids[:-1] if stopped else token_ids)
+        return BeamSequence(token_ids, text, beam.logprob, beam.score, beam.finish_reason)
+
     def _run(self, waiting: list[DecodeSequence], completions: dict[int, Completion]) -> None:
         room = self._runner.settings.max_queued
         while waiting or self._scheduler.has_work:
@@ -122,13 +179,17 @@ class LLM:
                 completions[key].add(event)
 
     def _sequence(self, prompt: Prompt, sampling: SamplingParams) -> DecodeSequence:
-        given = {"prompt_token_ids": self.tokenizer.encode(prompt)} if isinstance(prompt, str) else prompt
-        token_ids, salt = _mapped_prompt(given)
+        token_ids, salt = self._token_ids(prompt)
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=secrets.randbits(63))
         request = WorkerRequest(new_request_id(), tuple(token_ids), sampling, scope=salt)
         leg = Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS)
         return DecodeSequence(request, leg, self._runner.limits, self.tokenizer)
+
+    def _token_ids(self, prompt: Prompt) -> tuple[Sequence[int], str]:
+        """And the salt."""
+        given = {"prompt_token_ids": self.tokenizer.encode(prompt)} if isinstance(prompt, str) else prompt
+        return _mapped_prompt(given)
 
     def close(self) -> None:
         self._scheduler.close()
@@ -140,10 +201,12 @@ class LLM:
         self.close()
 
 
-def _resolve(model_dir: Path, manager: str) -> Resolution:
+def _resolve(model_dir: Path, manager: str, beam_width: int) -> Resolution:
     config = read_config(model_dir)
     architecture = (config.get("architectures") or [""])[0]
-    return resolve(ResolveRequest(architecture=architecture, config=config, backend="NONE", manager=manager))
+    return resolve(
+        ResolveRequest(architecture=architecture, config=config, backend="NONE", manager=manager, beam_width=beam_width)
+    )
 
 
 def _per_prompt(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,12 +25,34 @@ from kvferry.models import CausalLM, ForwardBatch, load_model
 logger = logging.getLogger(__name__)
 
 
+class StepPart(Protocol):
+    """The next `length` uncomputed tokens of one cache, which has capacity for them."""
+
+    @property
+    def tokens(self) -> Seq[int]:
+        """The sequence's, from position 0."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    @property
+    def completes(self) -> bool:
+        """Nothing is left to compute after it: the next token can be chosen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The next `length` uncomputed tokens of a sequence. Its cache has capacity for them."""
 
     sequence: Sequence[Any]
     length: int
+
+    @property
+    def tokens(self) -> Seq[int]:
+        return self.sequence.tokens
 
     @property
     def cache(self) -> KVCache:
@@ -74,13 +96,22 @@ class ModelRunner:
         """
         # Noted before histories advance: `completes` is about what is uncomputed now.
         samples = {chunk.sequence.key: chunk.completes for chunk in chunks}
-        logits = self.model.forward(self._batch(chunks, pools))
-        for chunk in chunks:
-            _advance(chunk, self.settings.tokens_per_block)
+        logits = self.forward(chunks, pools)
         sampled = iter(sample(logits, [_row(chunk.sequence) for chunk in chunks if samples[chunk.sequence.key]]))
         return [next(sampled) if samples[chunk.sequence.key] else None for chunk in chunks]
 
-    def _batch(self, chunks: Seq[Chunk], pools: Seq[KVPool]) -> ForwardBatch:
+    @torch.inference_mode()
+    def forward(self, chunks: Seq[StepPart], pools: Seq[KVPool]) -> torch.Tensor:
+        """Computes the chunks; the logits of those that complete, float32 [completing, vocab], in order.
+
+        Advances each cache's history and publishes its full blocks.
+        """
+        logits = self.model.forward(self._batch(chunks, pools))
+        for chunk in chunks:
+            _advance(chunk, self.settings.tokens_per_block)
+        return logits
+
+    def _batch(self, chunks: Seq[StepPart], pools: Seq[KVPool]) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
         logit_rows: list[int] = []
@@ -88,7 +119,7 @@ class ModelRunner:
         groups = range(len(pools))
         for chunk in chunks:
             start, cache = chunk.cache.history, chunk.cache
-            token_ids += chunk.sequence.tokens[start : start + chunk.length]
+            token_ids += chunk.tokens[start : start + chunk.length]
             positions += range(start, start + chunk.length)
             if chunk.completes:
                 logit_rows.append(len(token_ids) - 1)
@@ -108,12 +139,12 @@ class ModelRunner:
         )
 
 
-def _advance(chunk: Chunk, block: int) -> None:
+def _advance(chunk: StepPart, block: int) -> None:
     cache = chunk.cache
     before = cache.history
     cache.advance(before + chunk.length)
     if cache.history // block > before // block:
-        cache.commit(chunk.sequence.tokens)
+        cache.commit(chunk.tokens)
 
 
 def _row(sequence: Sequence[Any]) -> RowRequest:

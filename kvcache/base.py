@@ -187,6 +187,18 @@ class KVCache(ABC):
         """Gives every block back; published ones stay findable until evicted. CacheStateError the second time."""
 
 
+class ForkableCache(KVCache):
+    """A cache that beams can branch off from; the caches of a manager that serves beams are of this kind."""
+
+    @abstractmethod
+    def fork(self) -> ForkableCache:
+        """A second cache of the same sequence: same lengths, same bytes, closed by itself. Nothing is copied: all
+        blocks are shared, the partly filled last one until either cache reserves more and gets its own copy.
+
+        Capacity falls to history in both, so that whoever writes on must `reserve` first. Nothing else may be writing
+        to the cache, such as a load."""
+
+
 class KVCacheManager(ABC):
     """Owns the pools of one worker and hands out caches. Not thread-safe: the engine thread owns it."""
 

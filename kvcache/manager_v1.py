@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core import BlockCounts, BlockTable, ConfigError, KVLayout, Tier, block_digest, scope_digest
+from kvferry.core import BlockCounts, BlockTable, KVLayout, Tier, block_digest, scope_digest
 from kvferry.kvcache.base import (
     BlockHold,
     CacheStateError,
     CacheStatistics,
+    ForkableCache,
     KVCache,
     KVCacheManager,
     KVPool,
@@ -20,10 +21,12 @@ from kvferry.kvcache.base import (
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
+from kvferry.kvcache.host_tier import Parked
 from kvferry.kvcache.lengths import CacheState, TrackedCache
 from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, withheld_blocks
 from kvferry.kvcache.slots import SlotStore
+from kvferry.kvcache.tiering_v1 import BelowV1, build_below
 
 
 class ChainEntry:
@@ -45,9 +48,16 @@ class LedgerV1:
     """
 
     def __init__(
-        self, num_blocks: int, tokens_per_block: int, pages: Pages, reuse: bool, events: KVEventLog | None
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        pages: Pages,
+        below: BelowV1,
+        reuse: bool,
+        events: KVEventLog | None,
     ) -> None:
         self.events = events
+        self.below = below
         self.store = SlotStore(num_blocks)
         self.tokens_per_block = tokens_per_block
         self.pages = pages
@@ -58,19 +68,51 @@ class LedgerV1:
         self.caches: set[CacheV1] = set()
         self.holds: set[SlotHold] = set()
 
-    def find(self, scope: str, token_ids: Sequence[int], max_tokens: int) -> list[ChainEntry]:
-        """The longest published prefix of at most `max_tokens`, first block first."""
-        size, digest = self.tokens_per_block, scope_digest(scope)
-        stop = min(max_tokens, len(token_ids)) // size * size
-        packed = array("I", token_ids[:stop])
+    def find(self, scope: bytes, tokens: array[int]) -> list[ChainEntry]:
+        """The longest published prefix of `tokens` in the pools, first block first."""
+        size, digest = self.tokens_per_block, scope
         path: list[ChainEntry] = []
-        for start in range(0, stop, size):
-            digest = block_digest(digest, packed[start : start + size])
+        for start in range(0, len(tokens) - size + 1, size):
+            digest = block_digest(digest, tokens[start : start + size])
             entry = self.chain.get(digest)
             if entry is None:
                 break
             path.append(entry)
         return path
+
+    def match(self, scope: bytes, tokens: array[int]) -> int:
+        """Blocks of the longest prefix that the pools and what lies below can serve together."""
+        path = self.find(scope, tokens)
+        return len(path) + self.below.servable(self._digests_behind(scope, path, tokens))
+
+    def restore(self, scope: bytes, path: Sequence[ChainEntry], tokens: array[int], priority: int) -> list[ChainEntry]:
+        """Brings up the blocks of `tokens` that lie below and follow the published prefix `path`, as many as there are
+        slots for, and publishes them; the caller, who holds `path`, holds them too."""
+        digests = self._digests_behind(scope, path, tokens)[: self.store.available]
+        if not digests:
+            return []
+        found = self.below.find(digests)
+        slots = self.allocate(len(found), path[-1].slot if path else None)
+        found.bring_up(slots)
+        size, parent, entries = self.tokens_per_block, path[-1].digest if path else scope, []
+        for start, slot in zip(range(len(path) * size, len(tokens), size), slots, strict=False):
+            entry = self.publish(parent, tokens[start : start + size], slot, priority)
+            self.adopt(entry, slot)
+            parent = entry.digest
+            entries.append(entry)
+        self.statistics.restored_tokens += len(entries) * size
+        return entries
+
+    def _digests_behind(self, scope: bytes, path: Sequence[ChainEntry], tokens: array[int]) -> list[bytes]:
+        """Of the blocks of `tokens` behind `path`; none where nobody below could be asked about them."""
+        if self.below.empty or not self.reuse:
+            return []
+        size, digest = self.tokens_per_block, path[-1].digest if path else scope
+        digests = []
+        for start in range(len(path) * size, len(tokens) - size + 1, size):
+            digest = block_digest(digest, tokens[start : start + size])
+            digests.append(digest)
+        return digests
 
     def allocate(self, need: int, after: int | None) -> list[int]:
         """All or nothing: OutOfBlocksError comes before the first change."""
@@ -81,11 +123,17 @@ class LedgerV1:
                 field="kv_cache.bytes",
             )
         while len(self.store.free) < need:
-            self._forget(self.store.cached.oldest())
+            self._evict(self.store.cached.oldest())
         slots = self.store.take(need, after)
         for group in range(len(self.pages.pools)):
             self.pages.claim(group, slots)
         return slots
+
+    def copy(self, source: int, slot: int) -> None:
+        """The bytes of a block that the caller holds go to a slot of its own, which it holds instead."""
+        for group in range(len(self.pages.pools)):
+            self.pages.copy(group, source, slot)
+        self.store.drop(source)
 
     def withhold(self, blocks: int) -> None:
         """Keeps `blocks` blocks from everybody, more or fewer than before. All or nothing."""
@@ -107,10 +155,23 @@ class LedgerV1:
         entry.priority = max(entry.priority, priority)
         return entry
 
+    def adopt(self, entry: ChainEntry, mine: int) -> None:
+        """The caller holds the published block instead of `mine`, which another request was first to publish."""
+        if entry.slot != mine:
+            self.store.hold(entry.slot)
+            self.store.drop(mine)  # a pin may keep it
+
     def clear(self) -> None:
         for entry in list(self.chain.values()):
             if not self.store.used_by_cache(entry.slot):
                 self._forget(entry.slot)
+        self.below.clear()
+
+    def _evict(self, slot: int) -> None:
+        entry = self.store.publication(slot)
+        assert isinstance(entry, ChainEntry)
+        self.below.evicted(entry.digest, slot)
+        self._forget(slot)
 
     def _forget(self, slot: int) -> None:
         entry = self.store.publication(slot)
@@ -134,24 +195,44 @@ class LedgerV1:
         for digest, entry in self.chain.items():
             assert entry.digest == digest
             assert self.store.publication(entry.slot) is entry
+        self.below.check_integrity()
         if self.events is not None:
             assert self.events.held(Tier.DEVICE) == self.chain.keys(), "events and chain disagree"
 
 
-class CacheV1(TrackedCache):
-    """Blocks below index `_published` are in the chain and only read; those behind belong to this cache alone."""
+class CacheV1(TrackedCache, ForkableCache):
+    """Blocks below index `_published` are in the chain and only read. Those below `_forked` may be shared with forks of
+    this sequence and are only read too; those behind both belong to this cache alone.
 
-    def __init__(self, ledger: LedgerV1, scope: str, path: Sequence[ChainEntry], priority: int) -> None:
-        super().__init__(ledger.tokens_per_block, len(path) * ledger.tokens_per_block, ledger.statistics)
+    Forking sets `_forked` to all blocks and capacity to history. It covers a partly filled last block until `_grow`,
+    which every writer must go through, has made that one this cache's own.
+    """
+
+    def __init__(self, ledger: LedgerV1, scope: bytes, tokens: array[int], priority: int) -> None:
+        """tokens: those whose published blocks it may start with."""
         self._ledger = ledger
+        self._scope = scope
         self._priority = priority
-        self._published = len(path)
-        self._digest = path[-1].digest if path else scope_digest(scope)
-        self._table = [entry.slot for entry in path]
-        for entry in path:
-            ledger.store.hold(entry.slot)
-            entry.priority = max(entry.priority, priority)
+        self._parked: Parked | None = None
+        path = self._hold_prefix(tokens)
+        path += ledger.restore(scope, path, tokens, priority)
+        super().__init__(ledger.tokens_per_block, len(path) * ledger.tokens_per_block, ledger.statistics)
+        self._start_with(path)
         ledger.caches.add(self)
+
+    def _hold_prefix(self, tokens: array[int]) -> list[ChainEntry]:
+        """What the pools hold of `tokens`, which nobody can evict from here on."""
+        path = self._ledger.find(self._scope, tokens)
+        for entry in path:
+            self._ledger.store.hold(entry.slot)
+            entry.priority = max(entry.priority, self._priority)
+        return path
+
+    def _start_with(self, path: Sequence[ChainEntry]) -> None:
+        self._published = len(path)
+        self._forked = 0
+        self._digest = path[-1].digest if path else self._scope
+        self._table = [entry.slot for entry in path]
 
     def block_table(self, group: int) -> Sequence[int]:
         return self._table
@@ -163,17 +244,39 @@ class CacheV1(TrackedCache):
         self._check_open()
         return False
 
+    def fork(self) -> CacheV1:
+        self._check_open()
+        self._drop_table(self._blocks_of_history)
+        self._capacity = self._history
+        self._forked = len(self._table)
+        twin = CacheV1(self._ledger, self._scope, array("I"), self._priority)
+        twin._take_after(self)
+        return twin
+
+    def _take_after(self, other: CacheV1) -> None:
+        """Becomes, newly opened, what `other` is."""
+        self._reused, self._committed = other._reused, other._committed
+        self._history = self._capacity = other._history
+        self._published, self._forked, self._digest = other._published, other._forked, other._digest
+        self._table = list(other._table)
+        for slot in self._table:
+            self._ledger.store.hold(slot)
+
+    @property
+    def _blocks_of_history(self) -> int:
+        return -(-self._history // self._tokens_per_block)
+
     def pin(self) -> BlockHold:
         self._check_open()
-        blocks = -(-self._history // self._tokens_per_block)
-        return self._keep(HoldKind.PINNED, self._table[:blocks], 0)
+        return self._keep(HoldKind.PINNED, self._table[: self._blocks_of_history], 0)
 
     def quarantine(self) -> BlockHold:
         self._check_open()
         self._state = CacheState.CLOSED
-        kept = self._table[self._published :]
-        del self._table[self._published :]
-        hold = self._keep(HoldKind.QUARANTINED, kept, self._published)
+        first = max(self._published, self._forked)  # nobody can be writing to those before it
+        kept = self._table[first:]
+        del self._table[first:]
+        hold = self._keep(HoldKind.QUARANTINED, kept, first)
         self._give_back()
         return hold
 
@@ -187,9 +290,16 @@ class CacheV1(TrackedCache):
 
     def _grow(self, capacity: int) -> None:
         need = -(-capacity // self._tokens_per_block) - len(self._table)
-        if need > 0:
+        full = self._history // self._tokens_per_block
+        copies = self._forked > full and self._ledger.store.cache_holders(self._table[full]) > 1
+        if need + copies > 0:
             after = self._table[-1] if self._table else None
-            self._table.extend(self._ledger.allocate(need, after))
+            slots = self._ledger.allocate(need + copies, after)
+            if copies:
+                self._ledger.copy(self._table[full], slots[0])
+                self._table[full] = slots.pop(0)
+            self._table += slots
+        self._forked = min(self._forked, full)
 
     def _advanced(self, before: int) -> None:
         """Nothing goes stale: windows are left to the attention mask."""
@@ -197,41 +307,69 @@ class CacheV1(TrackedCache):
     def _publish(self, token_ids: Sequence[int], blocks: int) -> int:
         if not self._ledger.reuse:
             return self._committed
-        size, store, done = self._tokens_per_block, self._ledger.store, self._published
+        size, done = self._tokens_per_block, self._published
         packed = array("I", token_ids[done * size : blocks * size])
         for index in range(done, blocks):
             at = (index - done) * size
             mine = self._table[index]
             entry = self._ledger.publish(self._digest, packed[at : at + size], mine, self._priority)
-            self._digest, theirs = entry.digest, entry.slot
-            if theirs != mine:  # another request was first: use its copy, give ours back (a pin may keep it)
-                store.hold(theirs)
-                self._table[index] = theirs
-                store.drop(mine)
+            self._ledger.adopt(entry, mine)
+            self._table[index], self._digest = entry.slot, entry.digest
         self._published = blocks
         return blocks * size
 
     def _give_back(self) -> None:
-        for slot in reversed(self._table):
-            self._ledger.store.drop(slot)
-        self._table.clear()
+        self._drop_table()
         self._ledger.caches.remove(self)
 
+    def _drop_table(self, first: int = 0) -> None:
+        """Gives the blocks from index `first` on back, deepest first."""
+        for slot in self._table[first:][::-1]:
+            self._ledger.store.drop(slot)
+        del self._table[first:]
+
     def _park(self) -> bool:
-        return False
+        self._parked = self._ledger.below.park(self._table[: self._blocks_of_history])
+        if self._parked is None:
+            return False
+        self._drop_table()
+        return True
 
     def _unpark(self, token_ids: Sequence[int]) -> None:
-        raise AssertionError("V1 has no tier to park in")
+        assert self._parked is not None
+        path = self._hold_prefix(array("I", token_ids[: self._committed]))
+        try:
+            slots = self._ledger.allocate(self._blocks_of_history - len(path), path[-1].slot if path else None)
+        except OutOfBlocksError:
+            for entry in reversed(path):
+                self._ledger.store.drop(entry.slot)
+            raise
+        self._ledger.below.unpark(self._parked, len(path), slots)
+        self._parked = None
+        self._start_with(path)
+        self._table += slots
+        self._publish(token_ids, self._committed // self._tokens_per_block)
 
     def _drop_parked(self) -> None:
-        raise AssertionError("V1 has no tier to park in")
+        assert self._parked is not None
+        self._parked.release()
+        self._ledger.caches.remove(self)
 
     def check_integrity(self) -> None:
         assert 0 <= self._committed <= self._history <= self._capacity
+        if self._parked is not None:
+            assert not self._table, "a suspended cache holds a page"
+            return
         assert len(self._table) == -(-self._capacity // self._tokens_per_block)
+        assert self._forked * self._tokens_per_block < self._history + self._tokens_per_block
+        assert self._forked * self._tokens_per_block <= self._history or self._capacity == self._history
+        store = self._ledger.store
         for index, slot in enumerate(self._table):
-            published = self._ledger.store.publication(slot) is not None
-            assert published == (index < self._published), "the wrong blocks are published"
+            if index < self._published:
+                assert store.publication(slot) is not None, "a committed block is not published"
+            elif index >= self._forked:
+                assert store.publication(slot) is None, "an uncommitted block is published"
+                assert store.cache_holders(slot) == 1, "a block that may be written has two owners"
 
 
 class ManagerV1(KVCacheManager):
@@ -242,26 +380,20 @@ class ManagerV1(KVCacheManager):
 
     def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
         """options.core: there is one only; a worker's setting may say otherwise, because it is V2's."""
-        for setting, tier_nbytes in (("host_bytes", options.host_bytes), ("disk_bytes", options.disk_bytes)):
-            if tier_nbytes:
-                raise ConfigError(
-                    f"kv_cache.{setting} is {tier_nbytes}, but manager V1 has no tiers below its pools: "
-                    "set it to 0, or kv_cache.manager to V2",
-                    field=f"kv_cache.{setting}",
-                )
         tokens_per_block = check_layouts(self.version, layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         self._pools = tuple(build_pool(layout, num_blocks, options.device, options.allocate) for layout in layouts)
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
         pages = Pages(self._pools, options.debug)
-        self._ledger = LedgerV1(num_blocks, tokens_per_block, pages, options.prefix_reuse, self._events)
+        below = build_below(layouts, tokens_per_block, options, pages, self._events)
+        self._ledger = LedgerV1(num_blocks, tokens_per_block, pages, below, options.prefix_reuse, self._events)
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
         return self._pools
 
     def match(self, scope: str, token_ids: Sequence[int]) -> int:
-        return len(self._ledger.find(scope, token_ids, len(token_ids))) * self._ledger.tokens_per_block
+        return self._ledger.match(scope_digest(scope), array("I", token_ids)) * self._ledger.tokens_per_block
 
     def open(
         self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
@@ -269,7 +401,7 @@ class ManagerV1(KVCacheManager):
         """V1 reuses whole blocks only, whatever `min_partial` says."""
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
-        cache = CacheV1(self._ledger, scope, self._ledger.find(scope, token_ids, max_reuse), priority)
+        cache = CacheV1(self._ledger, scope_digest(scope), array("I", token_ids[:max_reuse]), priority)
         self._ledger.statistics.opened_one(len(token_ids), cache.reused)
         return cache
 
@@ -298,7 +430,8 @@ class ManagerV1(KVCacheManager):
         return replace(self._ledger.statistics)
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
-        return ()
+        host = self._ledger.below.host
+        return host.counts() if host is not None else ()
 
     @property
     def events(self) -> KVEventLog | None:
@@ -308,7 +441,7 @@ class ManagerV1(KVCacheManager):
         self._ledger.clear()
 
     def close(self) -> None:
-        """Nothing works in the background."""
+        self._ledger.below.close()
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()

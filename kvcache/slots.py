@@ -56,9 +56,13 @@ class SlotStore:
     def publication(self, slot: int) -> Publication | None:
         return self._published.get(slot)
 
+    def cache_holders(self, slot: int) -> int:
+        """How many hold it, pins not counted."""
+        return self._holders[slot] - self._pins.get(slot, 0)
+
     def used_by_cache(self, slot: int) -> bool:
         """Whether anybody but pins holds it."""
-        return self._holders[slot] > self._pins.get(slot, 0)
+        return self.cache_holders(slot) > 0
 
     def take(self, count: int, after: int | None) -> list[int]:
         """Takes free slots (evict first where there are too few); the caller is their one holder."""

@@ -18,6 +18,7 @@ from kvferry.resolution.request import (
     BEAM_SETTING,
     CONNECTOR_SETTING,
     MANAGER_SETTING,
+    NONE_BACKEND,
     RUNTIME_SETTING,
     SPECULATIVE_SETTING,
     ResolveRequest,
@@ -40,7 +41,7 @@ def build_gaps(
     """Why this version cannot launch the pair of `resolution`, or a feature of `request`; empty when it can.
     The model's own implementation is not looked at: `required_implementation` does that when it is loaded."""
     catalog = catalog or default_catalog()
-    gaps = [*_route_gaps(resolution, catalog), *(_feature_gaps(request) if request else ())]
+    gaps = [*_route_gaps(resolution, catalog), *(_feature_gaps(resolution, request) if request else ())]
     if catalog.managers.get(resolution.manager).implementation is None:
         message = f"KV manager {resolution.manager} is not built in this version; change {MANAGER_SETTING}"
         gaps.append(BuildGap(MANAGER_SETTING, message))
@@ -69,17 +70,24 @@ def _route_gaps(resolution: Resolution, catalog: Catalog) -> list[BuildGap]:
     return [BuildGap(setting, message)]
 
 
-def _feature_gaps(request: ResolveRequest) -> list[BuildGap]:
+def _feature_gaps(resolution: Resolution, request: ResolveRequest) -> list[BuildGap]:
+    gaps = []
+    if request.beam_width > 1 and resolution.backend != NONE_BACKEND:
+        message = (
+            f"beam search is served in process only (LLM.beam_search), not by a cluster; leave {BEAM_SETTING} out, "
+            f"or set {BACKEND_SETTING} to {NONE_BACKEND}"
+        )
+        gaps.append(BuildGap(BEAM_SETTING, message))
     in_use = {
-        BEAM_SETTING: ("beam search", request.beam_width > 1),
         CONNECTOR_SETTING: ("an external KV connector", request.kv_connector is not None),
         SPECULATIVE_SETTING: ("two-model speculative decoding", request.speculative is not None),
     }
-    return [
+    gaps += [
         BuildGap(setting, f"{feature} is not built in this version; leave {setting} out")
         for setting, (feature, used) in in_use.items()
         if used
     ]
+    return gaps
 
 
 def check_buildable(

@@ -15,6 +15,7 @@ from kvferry.router.intake import Ask, ChatPrompt, TextPrompt, TokensPrompt
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
+    "use_beam_search": (None, False),
     "echo": (None, False),
     "suffix": (None, ""),
     "tools": (None, []),

@@ -22,12 +22,12 @@ def _prompts() -> list[list[int]]:
     return [system + [rng.randrange(3, 480) for _ in range(rng.randrange(40))] for _ in range(12)]
 
 
-def _engine(model_dir: Path, core: str, host_blocks: int = 0, min_partial: int = 0) -> LLM:
-    probe = LLM(model_dir, manager="V2", tokens_per_block=BLOCK_TOKENS, kv_bytes=1 << 20, threads=1)
+def _engine(model_dir: Path, core: str, host_blocks: int = 0, min_partial: int = 0, manager: str = "V2") -> LLM:
+    probe = LLM(model_dir, manager=manager, tokens_per_block=BLOCK_TOKENS, kv_bytes=1 << 20, threads=1)
     slot_nbytes = probe.manager.pools[0].layout.slot_nbytes
     return LLM(
         model_dir,
-        manager="V2",
+        manager=manager,
         kv_core=core,
         kv_bytes=POOL_TOKENS // BLOCK_TOKENS * slot_nbytes,
         kv_host_bytes=host_blocks * slot_nbytes,
@@ -58,10 +58,15 @@ def test_both_cores_give_bitwise_identical_answers(tiny_llama_dir: Path) -> None
     assert any(usage.cached_tokens for _, _, usage in cpp)
 
 
+@pytest.mark.parametrize("manager", ["V1", "V2"])
 def test_requests_suspended_to_the_host_tier_are_answered_as_if_they_had_been_alone(
-    tiny_llama_dir: Path, reference: Any, assert_golden: Callable[..., int], caplog: pytest.LogCaptureFixture
+    manager: str,
+    tiny_llama_dir: Path,
+    reference: Any,
+    assert_golden: Callable[..., int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    llm = _engine(tiny_llama_dir, "cpp", host_blocks=200)
+    llm = _engine(tiny_llama_dir, "cpp", host_blocks=200, manager=manager)
     model = reference.load(tiny_llama_dir)
     for prompt, completion in zip(_prompts(), _outputs(llm), strict=True):
         assert_golden(model, prompt, completion.token_ids)

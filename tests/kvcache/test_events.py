@@ -137,7 +137,7 @@ def random_history(rng: random.Random, managers: list[KVCacheManager], check: Ca
 def test_a_reader_knows_what_every_manager_would_find(seed: int) -> None:
     """All implementations side by side: a reader who looks in now and then predicts each one's `match` exactly."""
     rng = random.Random(seed)
-    managers = [make(version, core, 14, host=0 if version == "V1" else 6) for version, core in IMPLEMENTATIONS]
+    managers = [make(version, core, 14, host=6) for version, core in IMPLEMENTATIONS]
     readers = [KVEventReader() for _ in managers]
     prompts = [[n] * 32 for n in range(3)]
     snapshots = 0

@@ -20,12 +20,12 @@ PROMPT = list(range(100, 122))  # five full blocks and a part
 MakeTiered = Callable[..., KVCacheManager]
 
 
-@pytest.fixture(params=["cpp", "python"])
-def make_tiered(request: pytest.FixtureRequest) -> MakeTiered:
+@pytest.fixture
+def make_tiered(version: str, core: str) -> MakeTiered:
     def make(blocks: int, host_blocks: int, layouts: Sequence[KVLayout] = (FULL, WINDOW)) -> KVCacheManager:
         row_nbytes = sum(layout.slot_nbytes for layout in layouts)
         return create_manager(
-            "V2", layouts, blocks * row_nbytes, core=request.param, debug=True, host_bytes=host_blocks * row_nbytes
+            version, layouts, blocks * row_nbytes, core=core, debug=True, host_bytes=host_blocks * row_nbytes
         )
 
     return make
@@ -84,6 +84,25 @@ def test_a_prefix_half_in_the_pool_and_half_below_is_whole(make_tiered: MakeTier
     assert_written(manager, again, PROMPT)
 
 
+def test_v1_brings_up_as_many_blocks_as_there_are_pages_for() -> None:
+    manager = create_manager("V1", [FULL], 7 * FULL.slot_nbytes, host_bytes=8 * FULL.slot_nbytes)
+    fill(manager, PROMPT[:20]).close()
+    other = manager.open("x", [1], max_reuse=0)
+    other.reserve(4 * SIZE)  # pushes the two deepest blocks out and leaves no page free
+    more = manager.open("y", [1], max_reuse=0)
+    more.reserve(2 * SIZE)
+    assert manager.match("", PROMPT) == 20
+    more.close()
+    other.close()
+    hog = manager.open("x", [1], max_reuse=0)
+    hog.reserve(3 * SIZE)
+    again = manager.open("", PROMPT, max_reuse=21)
+    assert again.reused == 16
+    assert manager.counts().free == 0
+    assert_written(manager, again, PROMPT)
+    manager.check_integrity()
+
+
 def test_a_tier_without_room_forgets_the_deepest_blocks_first(make_tiered: MakeTiered) -> None:
     manager = make_tiered(5, host_blocks=3, layouts=(FULL,))
     fill(manager, PROMPT[:20]).close()
@@ -91,7 +110,7 @@ def test_a_tier_without_room_forgets_the_deepest_blocks_first(make_tiered: MakeT
     assert manager.match("", PROMPT) == 12
 
 
-def test_a_window_needs_only_its_last_blocks_below(make_tiered: MakeTiered) -> None:
+def test_a_window_needs_only_its_last_blocks_below() -> None:
     rules = rules_of((FULL, WINDOW), SIZE)
     tier = HostTier((FULL, WINDOW), rules, 8 * (FULL.slot_nbytes + WINDOW.slot_nbytes))
     digests = [bytes([n]) * 32 for n in range(6)]
@@ -183,10 +202,9 @@ def test_resume_needs_the_committed_tokens(make_tiered: MakeTiered) -> None:
     assert cache.suspended
 
 
-@pytest.mark.parametrize(("kind", "nbytes", "message"), [("V2", 1, "at least"), ("V1", 1 << 20, "V1 has no tiers")])
-def test_a_host_tier_that_cannot_be_is_refused(kind: str, nbytes: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        create_manager(kind, [FULL], 8 * FULL.slot_nbytes, host_bytes=nbytes)
+def test_a_host_tier_below_one_block_is_refused(version: str, core: str) -> None:
+    with pytest.raises(ConfigError, match="at least") as caught:
+        create_manager(version, [FULL], 8 * FULL.slot_nbytes, core=core, host_bytes=1)
     assert caught.value.field == "kv_cache.host_bytes"
 
 

@@ -11,6 +11,12 @@ from kv_machine import CHUNKED, FULL, MLA, WINDOW, ManagerMachine
 class V1Machine(ManagerMachine):
     version = "V1"
     layouts = (FULL, WINDOW)
+    forks = True
+
+
+class V1HostMachine(V1Machine):
+    host_blocks = 9
+    debug = True
 
 
 class V2Machine(ManagerMachine):
@@ -50,6 +56,7 @@ class V2WindowsOnlyMachine(ManagerMachine):
     "machine",
     [
         V1Machine,
+        V1HostMachine,
         V2Machine,
         V2PythonMachine,
         V2HostMachine,

@@ -53,7 +53,6 @@ def test_a_designed_route_without_an_implementation_resolves_but_is_not_launched
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        ({"beam_width": 2}, "beam_width"),
         ({"kv_connector": "lmcache"}, "kv_connector"),
         ({"speculative": "two-model"}, "speculative"),
     ],
@@ -63,6 +62,15 @@ def test_features_are_not_built(settings: dict[str, Any], setting: str) -> None:
     with pytest.raises(ResolutionError, match="not built in this version") as raised:
         check_buildable(resolve(request), request)
     assert raised.value.field == setting
+
+
+def test_beams_are_served_in_process_and_not_by_a_cluster() -> None:
+    request = ResolveRequest("LlamaForCausalLM", backend="NIXL", beam_width=2)
+    with pytest.raises(ResolutionError, match=r"LLM\.beam_search") as raised:
+        check_buildable(resolve(request), request)
+    assert raised.value.field == "beam_width"
+    alone = ResolveRequest("LlamaForCausalLM", backend="NONE", beam_width=2)
+    assert build_gaps(resolve(alone), alone) == ()
 
 
 def test_a_known_architecture_without_a_forward_pass_says_so_when_loaded_not_when_resolved() -> None:

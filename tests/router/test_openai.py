@@ -122,6 +122,7 @@ def test_bad_completion_bodies(body: dict[str, Any], field: str, needle: str) ->
         ({"max_completion_tokens": 0}, "max_completion_tokens", "between 1 and 2147483647, got 0"),
         ({"messages": [{"role": "u", "content": [{"type": "image_url"}]}]}, "messages", "only text"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20, got 21"),

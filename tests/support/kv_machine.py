@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.core import BlockTable, GroupKind, KVLayout
-from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
+from kvferry.kvcache import BlockHold, CacheStateError, ForkableCache, KVCache, OutOfBlocksError, create_manager
 
 SIZE = 4  # tokens per block
 BLOCKS = 12
@@ -56,6 +56,7 @@ class Live:
     scope: str
     tokens: list[int]
     just_committed: bool = True
+    forked: int = 0  # blocks that it may share with forks, and only reads
 
 
 @dataclass(eq=False)
@@ -73,6 +74,7 @@ class ManagerMachine(RuleBasedStateMachine):
     drops_stale: ClassVar[bool] = False
     debug: ClassVar[bool] = False
     host_blocks: ClassVar[int] = 0
+    forks: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +129,23 @@ class ManagerMachine(RuleBasedStateMachine):
             if steps > 2:
                 self._commit(live)
 
+    @precondition(lambda self: self.forks and 0 < len(self.live) < 5)
+    @rule(data=st.data(), branches=st.booleans())
+    def fork(self, data: st.DataObject, branches: bool) -> None:
+        """branches: whether the twin goes on with other tokens."""
+        live = data.draw(st.sampled_from(self.live))
+        assert isinstance(live.cache, ForkableCache)
+        tables, history = self._tables(live), live.cache.history
+        twin = Live(live.cache.fork(), live.scope, live.tokens, live.just_committed)
+        if branches:
+            twin.tokens = live.tokens[:history] + [9] * (LENGTH - history)
+        live.forked = twin.forked = -(-history // SIZE)
+        self.live.append(twin)
+        for both in (live, twin):
+            assert (both.cache.committed, both.cache.history) == (live.cache.committed, history)
+            assert both.cache.capacity == history
+            assert self._tables(both) == [(table[: live.forked], first) for table, first in tables]
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), more=st.integers(0, 20))
     def reserve(self, data: st.DataObject, more: int) -> None:
@@ -161,8 +180,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         live = self._take(data, self.live)
-        committed = live.cache.committed // SIZE
-        expected = [tuple(table[max(0, committed - first) :]) for table, first in self._tables(live)]
+        read_only = max(live.cache.committed // SIZE, live.forked)
+        expected = [tuple(table[max(0, read_only - first) :]) for table, first in self._tables(live)]
         hold = live.cache.quarantine()
         assert [table.block_ids for table in hold.tables] == expected
         self.closed.append(live.cache)
@@ -207,7 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.suspended.remove(live)
         self.live.append(live)
-        live.just_committed = False
+        live.just_committed, live.forked = False, 0
         assert (cache.committed, cache.history) == lengths
 
     @precondition(lambda self: self.suspended)
@@ -310,7 +329,7 @@ class ManagerMachine(RuleBasedStateMachine):
             shared: set[int] = set()
             for live in self.live:
                 table, first = list(live.cache.block_table(group)), live.cache.first_block(group)
-                own = max(0, live.cache.committed // SIZE - first)
+                own = max(0, live.cache.committed // SIZE - first, live.forked - first)
                 shared |= set(table[:own])
                 private += table[own:]
             private += [slot for held in self.quarantines for slot in held.tables[group].block_ids]
@@ -384,7 +403,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """Reserves where the model says there is room, checks the refusal where there is none."""
         blocks = max(-(-capacity // SIZE), -(-live.cache.capacity // SIZE))
         before, tables = self._snapshot(), self._tables(live)
-        needs = [blocks - first - len(table) for table, first in tables]
+        copied = capacity > live.cache.capacity and self._shares_its_tail(live)
+        needs = [blocks - first - len(table) + copied for table, first in tables]
         if any(need > self.quota - len(held) for need, held in zip(needs, self._held(), strict=True)):
             with pytest.raises(OutOfBlocksError, match=r"kv_cache\.bytes"):
                 live.cache.reserve(capacity)
@@ -393,10 +413,17 @@ class ManagerMachine(RuleBasedStateMachine):
         live.cache.reserve(capacity)
         assert live.cache.capacity >= capacity
         for group, (table, _) in enumerate(tables):
-            now = list(live.cache.block_table(group))
-            assert now[: len(table)] == table
-            self.claimed[group] |= set(now[len(table) :])
+            now, kept = list(live.cache.block_table(group)), len(table) - copied
+            assert now[:kept] == table[:kept]
+            self.claimed[group] |= set(now[kept:])
+        if live.cache.capacity > live.cache.history:
+            live.forked = min(live.forked, live.cache.history // SIZE)
         return True
+
+    def _shares_its_tail(self, live: Live) -> bool:
+        """Whether another cache has the same partly filled last block."""
+        tails = [self._tables(other)[0][0][-1:] for other in self.live if other.forked > other.cache.history // SIZE]
+        return live.forked > live.cache.history // SIZE and tails.count(self._tables(live)[0][0][-1:]) > 1
 
     def _advance(self, live: Live, stop: int) -> None:
         start = live.cache.history

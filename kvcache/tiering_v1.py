@@ -1,0 +1,106 @@
+"""What lies below V1's pools: the host tier that evicted blocks go to and come back from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.core import ConfigError, KVLayout
+from kvferry.kvcache.events import KVEventLog
+from kvferry.kvcache.groups import GroupRule, Keeps
+from kvferry.kvcache.host_tier import HostTier, Parked
+from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.pool import Pages
+
+
+class BelowV1:
+    """Moves blocks between V1's pools and the tier below; which slots they have is the ledger's business.
+
+    host None: what is evicted is gone.
+    """
+
+    def __init__(self, pages: Pages, host: HostTier | None) -> None:
+        self.host = host
+        self._pages = pages
+        self._groups = range(len(pages.pools))
+
+    @property
+    def empty(self) -> bool:
+        """Nothing can ever be found here."""
+        return self.host is None
+
+    def evicted(self, digest: bytes, slot: int) -> None:
+        """A published block leaves the pools; its bytes are whole until the slot's next owner writes."""
+        if self.host is not None:
+            for group, shelf in enumerate(self.host.shelves):
+                shelf.keep({digest: slot}, self._pages.rows(group))
+
+    def servable(self, digests: Sequence[bytes]) -> int:
+        """How many of the first of `digests` could be brought up."""
+        return self.host.servable(0, digests) if self.host is not None else 0
+
+    def find(self, digests: Sequence[bytes]) -> Found:
+        """Secures the first of `digests` that are here. The caller ends it with `Found.bring_up`."""
+        count = self.host.stage(0, digests) if self.host is not None else 0
+        return Found(self._pages, self.host, digests[:count])
+
+    def park(self, table: Sequence[int]) -> Parked | None:
+        """Copies the slots of `table`; None, with nothing changed, when there is no tier or too little room in it."""
+        if self.host is None:
+            return None
+        rows = [self._pages.rows(group) for group in self._groups]
+        return self.host.park([table] * len(rows), [0] * len(rows), rows)
+
+    def unpark(self, parked: Parked, first: int, slots: Sequence[int]) -> None:
+        """Copies what was parked from block `first` on to claimed `slots`, and forgets all of it."""
+        assert self.host is not None, "what was parked is in the tier it was parked in"
+        for group, shelf in enumerate(self.host.shelves):
+            self._pages.write(group, slots, shelf.rows, parked.slots[group][first:])
+        parked.release()
+
+    def clear(self) -> None:
+        if self.host is not None:
+            self.host.clear()
+
+    def close(self) -> None:
+        if self.host is not None:
+            self.host.close()
+
+    def check_integrity(self) -> None:
+        if self.host is not None:
+            self.host.check_integrity()
+
+
+class Found:
+    """Blocks below the pools that stay where they are until they have been brought up."""
+
+    def __init__(self, pages: Pages, host: HostTier | None, kept: Sequence[bytes]) -> None:
+        self._pages = pages
+        self._shelves = host.shelves if host is not None else []
+        self._kept = kept
+        self._lent = [shelf.lend(kept) for shelf in self._shelves]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def bring_up(self, slots: Sequence[int]) -> None:
+        """Copies the blocks to `slots`, one claimed slot for each."""
+        for group, (shelf, lent) in enumerate(zip(self._shelves, self._lent, strict=True)):
+            self._pages.write(group, slots[: len(lent)], shelf.rows, lent)
+            shelf.end_loan(self._kept, lent)
+
+
+def build_below(
+    layouts: Sequence[KVLayout], tokens_per_block: int, options: CacheOptions, pages: Pages, events: KVEventLog | None
+) -> BelowV1:
+    """Raises ConfigError naming the setting that does not fit."""
+    if options.disk_bytes:
+        raise ConfigError(
+            f"kv_cache.disk_bytes is {options.disk_bytes}, but manager V1 has no tier below host memory: set it to 0, "
+            "or kv_cache.manager to V2",
+            field="kv_cache.disk_bytes",
+        )
+    if not options.host_bytes:
+        return BelowV1(pages, None)
+    # Windows keep all their blocks here, so a block is worth bringing up only with its part of every group.
+    rules = [GroupRule(Keeps.ALL, 0, tokens_per_block) for _ in layouts]
+    return BelowV1(pages, HostTier(layouts, rules, options.host_bytes, events))
