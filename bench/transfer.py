@@ -197,7 +197,7 @@ class Bench:
         self, local: RankInfo, remote: RankInfo, ours: Sequence[int], theirs: Sequence[int], tokens: int
     ) -> np.ndarray:
         tables = [(BlockTable(tuple(ids), ()),) for ids in (ours, theirs)]
-        return plan_transfer(RankTables(local, tables[0]), RankTables(remote, tables[1]), TokenRange(0, tokens)).copies
+        return plan_transfer(RankTables(remote, tables[1]), RankTables(local, tables[0]), TokenRange(0, tokens)).copies
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from kvferry.core.errors import (
 from kvferry.core.hashing import DIGEST_NBYTES, block_digest, block_digests, scope_digest, tokens_digest
 from kvferry.core.ids import new_cluster_id, new_incarnation, new_request_id
 from kvferry.core.kv_events import BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventReader, Tier
-from kvferry.core.layout import AxisOrder, DType, GroupKind, KVLayout, MemRegion, TokenRange
+from kvferry.core.layout import AxisOrder, DType, GroupKind, KVLayout, MemRegion, TokenRange, head_range
 from kvferry.core.lifecycle import (
     DECODE_TRANSITIONS,
     PREFILL_TRANSITIONS,
@@ -106,6 +106,7 @@ __all__ = [
     "block_digests",
     "check_prompt",
     "error_for_code",
+    "head_range",
     "new_cluster_id",
     "new_incarnation",
     "new_request_id",

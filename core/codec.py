@@ -297,6 +297,8 @@ def layout_to_wire(layout: KVLayout) -> worker_pb2.KVLayout:
         axis_order=layout.axis_order.value,
         window=layout.window or 0,
         planes=layout.planes,
+        first_head=layout.first_head,
+        all_heads=layout.all_heads or 0,
     )
 
 
@@ -312,6 +314,8 @@ def layout_from_wire(wire: worker_pb2.KVLayout) -> KVLayout:
             axis_order=AxisOrder(wire.axis_order),
             window=wire.window or None,
             planes=wire.planes,
+            first_head=wire.first_head,
+            all_heads=wire.all_heads or None,
         )
     except ValueError as error:
         raise InvalidRequestError(f"layout: {error}", field="layouts") from None

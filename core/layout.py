@@ -8,7 +8,8 @@ moving a block is one copy, not one per layer.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -75,12 +76,22 @@ class MemRegion:
     device: str = "cpu"
 
 
+def head_range(heads: int, tp_rank: int, tp_size: int) -> range:
+    """Which of a layer's kv heads tensor-parallel rank `tp_rank` of `tp_size` needs for its share of the query heads.
+    Ranges of neighbours overlap where a head's queries are on several ranks: that head is replicated."""
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
+    return range(tp_rank * heads // tp_size, -(-(tp_rank + 1) * heads // tp_size))
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """One layer group: its layers share a window, a shape and a dtype, hence one pool and one slot size.
 
     layers: global layer ids, in the order they stand in a slot. window: tokens a layer looks back,
     itself included (None: all). planes: 2 for K and V, 1 where one tensor serves as both (MLA).
+    kv_heads: of one layer, in a slot. A tensor-parallel rank holds some of the model's: those from first_head on,
+    of all_heads (None: kv_heads, this is all).
     """
 
     kind: GroupKind
@@ -92,6 +103,8 @@ class KVLayout:
     axis_order: AxisOrder = AxisOrder.HEAD_TOKEN
     window: int | None = None
     planes: int = 2
+    first_head: int = 0
+    all_heads: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -104,6 +117,29 @@ class KVLayout:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if not self.layers:
             raise ValueError("a layer group needs at least one layer")
+        if not 0 <= self.first_head <= self.model_heads - self.kv_heads:
+            raise ValueError(f"kv heads {self.first_head} and {self.kv_heads - 1} more of {self.model_heads}")
+
+    @property
+    def model_heads(self) -> int:
+        """The kv heads of one layer, on all tensor-parallel ranks together, each counted once."""
+        return self.kv_heads if self.all_heads is None else self.all_heads
+
+    @property
+    def heads(self) -> range:
+        """The model's numbers of the heads in a slot, in slot order."""
+        return range(self.first_head, self.first_head + self.kv_heads)
+
+    def shard(self, tp_rank: int, tp_size: int, layers: Collection[int] | None = None) -> KVLayout | None:
+        """What one rank holds of this (unsharded) group: its heads, and the layers among `layers` (None: all).
+        None when it holds no layer of it."""
+        held = tuple(layer for layer in self.layers if layers is None or layer in layers)
+        if not held:
+            return None
+        heads = head_range(self.kv_heads, tp_rank, tp_size)
+        if tp_size == 1:
+            return replace(self, layers=held)
+        return replace(self, layers=held, kv_heads=len(heads), first_head=heads.start, all_heads=self.kv_heads)
 
     @property
     def row_nbytes(self) -> int:
@@ -147,6 +183,8 @@ class KVLayout:
                 self.axis_order.value,
                 self.window,
                 self.planes,
+                self.first_head,
+                self.model_heads,
             )
         )
         return hashlib.sha256(text.encode()).hexdigest()[:16]

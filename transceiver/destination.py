@@ -155,7 +155,7 @@ class Destination:
         load.peer = rank
         try:
             source = RankTables(rank, handle.blocks)
-            load.plan = plan_transfer(RankTables(local, load.tables), source, load.tokens)
+            load.plan = plan_transfer(source, RankTables(local, load.tables), load.tokens)
             load.reads = plan_generation_reads(source, load.plan)
         except TransferError as error:
             self._end(load, Verdict(FailureClass.PLAN, error.message))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.core import DType, ErrorCode, RankInfo, TransferError
 from kvferry.resolution import PairFacts, can_pair
-from kvferry.transceiver.planner import match_groups
+from kvferry.transceiver.shares import check_shapes
 
 
 class IncompatiblePeerError(TransferError):
@@ -21,18 +21,21 @@ def check_peer(local: RankInfo, remote: RankInfo) -> None:
 
 
 def _difference(local: RankInfo, remote: RankInfo) -> str | None:
-    for name in ("protocol_version", "model_fingerprint", "tp_size", "tp_rank", "pp_size", "pp_rank"):
+    for name in ("protocol_version", "model_fingerprint"):
         ours, theirs = getattr(local, name), getattr(remote, name)
         if ours != theirs:
             return f"{name} is {ours} here and {theirs} there"
     pairing = can_pair(_facts(local), _facts(remote))
     if pairing:
         return pairing
+    malformed = _malformed(remote)
+    if malformed:
+        return malformed
     try:
-        match_groups(local.layouts, remote.layouts)
+        check_shapes(local, remote)
     except TransferError as error:
         return error.message
-    return _malformed(remote)
+    return None
 
 
 def _malformed(rank: RankInfo) -> str | None:
@@ -43,6 +46,8 @@ def _malformed(rank: RankInfo) -> str | None:
         blocks = pool.nbytes // layout.slot_nbytes
         if blocks * layout.slot_nbytes != pool.nbytes or words.nbytes != 8 * blocks:
             return f"pool {index} has {pool.nbytes} bytes and {words.nbytes} bytes of generations"
+    if not (0 <= rank.tp_rank < rank.tp_size and 0 <= rank.pp_rank < rank.pp_size):
+        return f"rank {rank.tp_rank} of {rank.tp_size}, pipeline stage {rank.pp_rank} of {rank.pp_size}"
     if not rank.incarnation or not rank.handle_key:
         return "the incarnation or the handle key is missing"
     return None

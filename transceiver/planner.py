@@ -1,12 +1,12 @@
 """Which bytes of one rank's pools belong where in another's: a pure function of layouts, block tables and a range.
 
-Planning is by token position, never by block count: the two sides may have different block sizes and axis orders.
-`local` is the rank that will submit the copies; for a READ `remote` is the source, for a WRITE `local` is.
+Planning is by token position, never by block count: the two sides may have different block sizes, axis orders, heads
+and layers (`shares.py`). Whoever submits the copies, they go from the source to the destination.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvferry.core import AxisOrder, BlockTable, GroupKind, KVLayout, MemRegion, RankInfo, TokenRange, TransferError
 from kvferry.transceiver.base import CopyArray
+from kvferry.transceiver.shares import GroupShare, group_shares
 
 _Ints = npt.NDArray[np.int64]
 GENERATION_NBYTES = 8
@@ -29,10 +30,9 @@ class RankTables:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """The positions of one layer group that move, by the group's index on either side."""
+    """The positions that move of one share of a layer group."""
 
-    local_group: int
-    remote_group: int
+    share: GroupShare
     tokens: TokenRange
 
 
@@ -53,84 +53,108 @@ class GenerationReads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """What moves between one local and one remote rank. Empty when the range is."""
+    """What moves between two ranks. Empty when the range is, or one has nothing for the other.
+
+    copies: [destination address, source address, bytes], as the destination reads them.
+    """
 
     spans: tuple[GroupSpan, ...]
     copies: CopyArray
     nbytes: int
 
+    @property
+    def writes(self) -> CopyArray:
+        """The copies as the source writes them: [source address, destination address, bytes]."""
+        return self.copies[:, [1, 0, 2]]
 
-def plan_transfer(local: RankTables, remote: RankTables, tokens: TokenRange) -> TransferPlan:
-    """Raises TransferError when the layouts do not match, a table does not cover the range, or a block id is
-    outside its pool. The copies touch each byte once and are merged where contiguous on both sides."""
-    spans = group_spans(local, remote, tokens)
-    parts = [_group_copies(local, remote, span) for span in spans]
+
+def plan_transfer(
+    source: RankTables, destination: RankTables, tokens: TokenRange, *, horizon: int | None = None
+) -> TransferPlan:
+    """The copies touch each byte once and are as few as can be: each is as long as both sides are contiguous.
+
+    horizon: the position at which the destination goes on, where `tokens` is only a part of what it gets (None: where
+    they end); a sliding window needs nothing that lies further back. Raises TransferError when the layouts do not
+    match, a table does not cover the range, or a block id is outside its pool.
+    """
+    spans = group_spans(source, destination, tokens, horizon=horizon)
+    parts = [_span_copies(source, destination, span) for span in spans]
     copies = np.concatenate(parts) if parts else np.empty((0, 3), dtype=np.uint64)
     nbytes = int(copies[:, 2].sum())
-    for side, layouts in (("this worker", local.rank.layouts), (remote.rank.worker, remote.rank.layouts)):
-        groups = [span.local_group if side == "this worker" else span.remote_group for span in spans]
-        expected = sum(span_nbytes(layouts[group], span.tokens) for group, span in zip(groups, spans, strict=True))
+    for side, groups in (
+        (source, [span.share.source_group for span in spans]),
+        (destination, [span.share.destination_group for span in spans]),
+    ):
+        expected = sum(
+            span_nbytes(side.rank.layouts[group], span.share, span.tokens)
+            for group, span in zip(groups, spans, strict=True)
+        )
         if expected != nbytes:
-            raise TransferError(f"{side} expects {expected} bytes for positions {_show(tokens)}, the plan has {nbytes}")
+            raise TransferError(
+                f"{side.rank.worker} expects {expected} bytes for positions {_show(tokens)}, the plan has {nbytes}"
+            )
     return TransferPlan(spans=spans, copies=copies, nbytes=nbytes)
 
 
 def plan_generation_reads(source: RankTables, plan: TransferPlan) -> GenerationReads:
-    """The generation word of every block of `source` (the remote rank of `plan`) that the plan reads."""
-    addresses: list[_Ints] = []
-    expected: list[npt.NDArray[np.uint64]] = []
+    """The generation word of every block of `source` that the plan reads, each once."""
+    blocks: dict[int, list[tuple[_Ints, npt.NDArray[np.uint64]]]] = defaultdict(list)
     for span in plan.spans:
-        layout, table = source.rank.layouts[span.remote_group], source.tables[span.remote_group]
+        group = span.share.source_group
+        layout, table = source.rank.layouts[group], source.tables[group]
         if len(table.generations) != len(table.block_ids):
-            raise TransferError(f"layer group {span.remote_group}: the handle lacks generations")
+            raise TransferError(f"layer group {group}: the handle lacks generations")
         used = _blocks_used(layout, table, span.tokens)
         ids = np.asarray(table.block_ids[used], dtype=np.int64)
-        addresses.append(source.rank.generations[span.remote_group].addr + GENERATION_NBYTES * ids)
-        expected.append(np.asarray(table.generations[used], dtype=np.uint64))
-    if not addresses:
-        return GenerationReads(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.uint64))
+        blocks[group].append((ids, np.asarray(table.generations[used], dtype=np.uint64)))
+    addresses, expected = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
+    for group, parts in blocks.items():
+        ids, firsts = np.unique(np.concatenate([ids for ids, _ in parts]), return_index=True)
+        addresses.append(source.rank.generations[group].addr + GENERATION_NBYTES * ids)
+        expected.append(np.concatenate([generations for _, generations in parts])[firsts])
     return GenerationReads(np.concatenate(addresses).astype(np.uint64), np.concatenate(expected))
 
 
-def match_groups(local: Sequence[KVLayout], remote: Sequence[KVLayout]) -> tuple[tuple[int, int], ...]:
-    """(local, remote) indices of the groups that hold the same layers. Raises TransferError naming the first
-    difference; block size and axis order may differ, except in state groups."""
-    theirs = {layout.layers: index for index, layout in enumerate(remote)}
-    if len(local) != len(remote):
-        raise TransferError(f"layer groups: {len(local)} here, {len(remote)} there")
-    pairs = []
-    for index, layout in enumerate(local):
-        other = theirs.get(layout.layers)
-        if other is None:
-            raise TransferError(f"layers of group {index}: {_ends(layout.layers)} are not one group there")
-        _check_match(index, layout, remote[other])
-        pairs.append((index, other))
-    return tuple(pairs)
-
-
-def group_spans(local: RankTables, remote: RankTables, tokens: TokenRange) -> tuple[GroupSpan, ...]:
-    """What of `tokens` moves in each group: all of it, less what a sliding window has dropped on either side."""
+def group_spans(
+    source: RankTables, destination: RankTables, tokens: TokenRange, *, horizon: int | None = None
+) -> tuple[GroupSpan, ...]:
+    """What of `tokens` moves in each share: all of it, less what a sliding window has dropped on either side, or will
+    have at the horizon."""
     if not len(tokens):
         return ()
-    for name, side in (("local", local), ("remote", remote)):
+    for name, side in (("source", source), ("destination", destination)):
         if len(side.tables) != len(side.rank.layouts):
             raise TransferError(f"{len(side.tables)} {name} block tables for {len(side.rank.layouts)} layer groups")
     spans = []
-    for ours, theirs in match_groups(local.rank.layouts, remote.rank.layouts):
-        layout, other = local.rank.layouts[ours], remote.rank.layouts[theirs]
+    for share in group_shares(source.rank, destination.rank):
+        layout = destination.rank.layouts[share.destination_group]
         if layout.kind.is_state:
-            spans.append(GroupSpan(ours, theirs, tokens))
+            spans.append(GroupSpan(share, tokens))
             continue
-        start = max(
-            tokens.start,
-            local.tables[ours].first_block * layout.tokens_per_block,
-            remote.tables[theirs].first_block * other.tokens_per_block,
-        )
-        needed = max(tokens.start, oldest_needed(layout, tokens.stop))
-        if start > needed:
-            raise TransferError(f"layer group {ours}: positions [{needed}, {start}) are needed but no longer held")
-        spans.append(GroupSpan(ours, theirs, TokenRange(min(start, tokens.stop), tokens.stop)))
+        held = max(_first_position(source, share.source_group), _first_position(destination, share.destination_group))
+        start = max(tokens.start, held)
+        needed = max(tokens.start, oldest_needed(layout, tokens.stop if horizon is None else horizon))
+        if start > needed and needed < tokens.stop:
+            raise TransferError(
+                f"layer group {share.destination_group}: positions [{needed}, {start}) are needed but no longer held"
+            )
+        start = start if horizon is None else needed
+        if start < tokens.stop:
+            spans.append(GroupSpan(share, TokenRange(start, tokens.stop)))
     return tuple(spans)
+
+
+def expected_nbytes(source: RankTables, reader: RankInfo, tokens: TokenRange) -> tuple[int, int]:
+    """The fewest and the most bytes that `reader` may take of `tokens`, as the source reckons. They differ only where
+    a sliding window lets the reader leave out positions that its next token cannot see."""
+    least = most = 0
+    for share in group_shares(source.rank, reader) if len(tokens) else ():
+        layout = source.rank.layouts[share.source_group]
+        held = max(tokens.start, _first_position(source, share.source_group))
+        needed = max(held, oldest_needed(layout, tokens.stop))
+        most += span_nbytes(layout, share, TokenRange(min(held, tokens.stop), tokens.stop))
+        least += span_nbytes(layout, share, TokenRange(min(needed, tokens.stop), tokens.stop))
+    return least, most
 
 
 def oldest_needed(layout: KVLayout, next_position: int) -> int:
@@ -142,38 +166,95 @@ def oldest_needed(layout: KVLayout, next_position: int) -> int:
     return max(0, next_position - layout.window + 1)
 
 
-def span_nbytes(layout: KVLayout, tokens: TokenRange) -> int:
-    """What one side expects to move for `tokens` of a group: the sum both compare."""
-    return layout.slot_nbytes if layout.kind.is_state else len(tokens) * layout.token_nbytes
+def span_nbytes(layout: KVLayout, share: GroupShare, tokens: TokenRange) -> int:
+    """What one side expects to move for `tokens` of a share: the sum both compare. A state moves whole."""
+    rows = layout.tokens_per_block if layout.kind.is_state else len(tokens)
+    return rows * len(share.layers) * layout.planes * len(share.heads) * layout.row_nbytes
 
 
-# -- one group --------------------------------------------------------------------------------------------
+# -- one share of a group ---------------------------------------------------------------------------------
 
 
-def _group_copies(local: RankTables, remote: RankTables, span: GroupSpan) -> CopyArray:
-    ours, theirs = local.rank.layouts[span.local_group], remote.rank.layouts[span.remote_group]
-    our_pool, their_pool = local.rank.pools[span.local_group], remote.rank.pools[span.remote_group]
-    our_table, their_table = local.tables[span.local_group], remote.tables[span.remote_group]
-    if ours.kind.is_state:
-        our_ids = np.asarray(our_table.block_ids[_blocks_used(ours, our_table, span.tokens)], dtype=np.int64)
-        their_ids = np.asarray(their_table.block_ids[_blocks_used(theirs, their_table, span.tokens)], dtype=np.int64)
-        nbytes = np.full(1, ours.slot_nbytes, dtype=np.int64)
-        return _coalesce(
-            _slots(ours, our_pool, our_ids, "local"), _slots(theirs, their_pool, their_ids, "remote"), nbytes
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One layer group of one rank, and the request's table in it. name: which side it is, for errors."""
+
+    name: str
+    layout: KVLayout
+    pool: MemRegion
+    table: BlockTable
+
+    @classmethod
+    def of(cls, name: str, side: RankTables, group: int) -> _Side:
+        return cls(name, side.rank.layouts[group], side.rank.pools[group], side.tables[group])
+
+    @property
+    def token_stride(self) -> int:
+        layout = self.layout
+        return layout.row_nbytes * (1 if layout.axis_order is AxisOrder.HEAD_TOKEN else layout.kv_heads)
+
+    @property
+    def head_stride(self) -> int:
+        layout = self.layout
+        return layout.row_nbytes * (layout.tokens_per_block if layout.axis_order is AxisOrder.HEAD_TOKEN else 1)
+
+    def token_addresses(self, starts: _Ints) -> _Ints:
+        """Where each position's first row (first layer, plane and head) stands."""
+        layout = self.layout
+        ids = self._ids_at(starts)
+        count = self.pool.nbytes // layout.slot_nbytes
+        # Ids come from a peer: an address computed from a wrong one would be anybody's memory.
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
+            raise TransferError(f"a {self.name} block id is outside its pool of {count} blocks")
+        addresses: _Ints = (
+            self.pool.addr + ids * layout.slot_nbytes + starts % layout.tokens_per_block * self.token_stride
         )
-    starts, lengths = _segments(span.tokens, ours.tokens_per_block, theirs.tokens_per_block)
-    here = _slots(ours, our_pool, _ids_at(ours, our_table, starts, "local"), "local")
-    there = _slots(theirs, their_pool, _ids_at(theirs, their_table, starts, "remote"), "remote")
-    whole = np.zeros(len(starts), dtype=bool)
-    if ours.fingerprint() == theirs.fingerprint():
-        whole = lengths == ours.tokens_per_block
-    part = ~whole
-    pieces = [
-        np.stack([here[whole], there[whole], np.full(int(whole.sum()), ours.slot_nbytes, dtype=np.int64)], axis=1),
-        _rows(ours, theirs, here[part], there[part], starts[part], lengths[part]),
-    ]
-    merged = np.concatenate(pieces)
-    return _coalesce(merged[:, 0], merged[:, 1], merged[:, 2])
+        return addresses
+
+    def _ids_at(self, starts: _Ints) -> _Ints:
+        """The block id that holds each position."""
+        layout, table = self.layout, self.table
+        ids = np.asarray(table.block_ids, dtype=np.int64)
+        if layout.kind.is_state:
+            return ids[_blocks_used(layout, table, TokenRange(0, 0))]
+        index = starts // layout.tokens_per_block - table.first_block
+        if len(index) and (index[0] < 0 or index[-1] >= len(ids)):
+            stop = (table.first_block + len(ids)) * layout.tokens_per_block
+            held = f"[{table.first_block * layout.tokens_per_block}, {stop})"
+            raise TransferError(
+                f"the {self.name} block table holds positions {held}, position {int(starts[-1])} is wanted"
+            )
+        found: _Ints = ids[index]
+        return found
+
+    def inner_offsets(self, share: GroupShare, tokens: int) -> tuple[_Ints, ...]:
+        """Bytes from a position's first row to those of each token, head, plane and layer of the share."""
+        layout = self.layout
+        places = {layer: place for place, layer in enumerate(layout.layers)}
+        return (
+            np.arange(tokens, dtype=np.int64) * self.token_stride,
+            (np.asarray(share.heads, dtype=np.int64) - layout.first_head) * self.head_stride,
+            np.arange(layout.planes, dtype=np.int64) * layout.plane_nbytes,
+            np.asarray([places[layer] for layer in share.layers], dtype=np.int64) * layout.layer_nbytes,
+        )
+
+
+def _span_copies(source: RankTables, destination: RankTables, span: GroupSpan) -> CopyArray:
+    share = span.share
+    there = _Side.of("source", source, share.source_group)
+    here = _Side.of("destination", destination, share.destination_group)
+    if here.layout.kind.is_state:
+        starts, lengths = np.zeros(1, dtype=np.int64), np.full(1, here.layout.tokens_per_block, dtype=np.int64)
+    else:
+        starts, lengths = _segments(span.tokens, here.layout.tokens_per_block, there.layout.tokens_per_block)
+    to, origin = here.token_addresses(starts), there.token_addresses(starts)
+    parts = []
+    for length in np.unique(lengths):
+        chosen = lengths == length
+        axes = list(zip(here.inner_offsets(share, int(length)), there.inner_offsets(share, int(length)), strict=True))
+        parts.append(_outer_sum(to[chosen], origin[chosen], axes, here.layout.row_nbytes))
+    rows = np.concatenate(parts)
+    return _coalesce(rows[:, 0], rows[:, 1], rows[:, 2])
 
 
 def _segments(tokens: TokenRange, block: int, other_block: int) -> tuple[_Ints, _Ints]:
@@ -187,38 +268,24 @@ def _segments(tokens: TokenRange, block: int, other_block: int) -> tuple[_Ints, 
     return bounds[:-1][lengths > 0], lengths[lengths > 0]
 
 
-def _rows(ours: KVLayout, theirs: KVLayout, here: _Ints, there: _Ints, starts: _Ints, lengths: _Ints) -> _Ints:
-    """Copies of parts of blocks, as long as both sides keep together: [pieces, 3]."""
-    heads, row = ours.kv_heads, ours.row_nbytes
-    if ours.axis_order is not theirs.axis_order:
-        # Neither a head's tokens nor a token's heads lie together on both sides: row by row.
-        step = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths] or [lengths])
-        here, there, starts = (np.repeat(array, lengths) for array in (here, there, starts))
-        starts, lengths = starts + step, np.ones(len(step), dtype=np.int64)
-    elif ours.axis_order is AxisOrder.TOKEN_HEAD:
-        heads, row = 1, row * ours.kv_heads
-    inner = (len(ours.layers), ours.planes, heads)
-    local = _offsets(ours, inner, starts) + here
-    remote = _offsets(theirs, inner, starts) + there
-    nbytes = np.broadcast_to(lengths * row, local.shape)
-    return np.stack([local.ravel(), remote.ravel(), nbytes.ravel()], axis=1)
+def _outer_sum(to: _Ints, origin: _Ints, axes: list[tuple[_Ints, _Ints]], row_nbytes: int) -> _Ints:
+    """One copy per piece that is contiguous on both sides: [pieces, 3]. Each axis holds offsets on either side; those
+    along which the bytes follow one another on both become part of the piece, whatever their order."""
+    nbytes, left = row_nbytes, []
+    for here, there in axes:
+        to, origin = to + here[0], origin + there[0]
+        left.append((here - here[0], there - there[0]))
+    while (found := next((axis for axis in left if _follows(axis, nbytes)), None)) is not None:
+        left = [axis for axis in left if axis is not found]
+        nbytes *= len(found[0])
+    for here, there in left:
+        to, origin = np.add.outer(to, here).ravel(), np.add.outer(origin, there).ravel()
+    return np.stack([to, origin, np.full(len(to), nbytes, dtype=np.int64)], axis=1)
 
 
-def _offsets(layout: KVLayout, inner: tuple[int, int, int], starts: _Ints) -> _Ints:
-    """Byte offsets in a slot of each (layer, plane, head, start): [layers, planes, heads, starts]."""
-    layer, plane, head = (np.arange(size, dtype=np.int64) for size in inner)
-    if layout.axis_order is AxisOrder.HEAD_TOKEN:
-        head_nbytes, token_nbytes = layout.tokens_per_block * layout.row_nbytes, layout.row_nbytes
-    else:
-        head_nbytes, token_nbytes = layout.row_nbytes, layout.kv_heads * layout.row_nbytes
-    token = starts % layout.tokens_per_block
-    offsets: _Ints = (
-        layer[:, None, None, None] * layout.layer_nbytes
-        + plane[:, None, None] * layout.plane_nbytes
-        + head[:, None] * head_nbytes
-        + token * token_nbytes
-    )
-    return offsets
+def _follows(axis: tuple[_Ints, _Ints], nbytes: int) -> bool:
+    steps = np.arange(len(axis[0]), dtype=np.int64) * nbytes
+    return all(np.array_equal(offsets, steps) for offsets in axis)
 
 
 def _coalesce(local: _Ints, remote: _Ints, nbytes: _Ints) -> CopyArray:
@@ -232,7 +299,11 @@ def _coalesce(local: _Ints, remote: _Ints, nbytes: _Ints) -> CopyArray:
     return np.stack([local[first], remote[first], np.add.reduceat(nbytes, first)], axis=1).astype(np.uint64)
 
 
-# -- tables and slots -------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------
+
+
+def _first_position(side: RankTables, group: int) -> int:
+    return side.tables[group].first_block * side.rank.layouts[group].tokens_per_block
 
 
 def _blocks_used(layout: KVLayout, table: BlockTable, tokens: TokenRange) -> slice:
@@ -243,47 +314,6 @@ def _blocks_used(layout: KVLayout, table: BlockTable, tokens: TokenRange) -> sli
         return slice(len(table.block_ids) - 1, len(table.block_ids))
     first = tokens.start // layout.tokens_per_block - table.first_block
     return slice(first, max(first, layout.blocks_for(tokens.stop) - table.first_block) if len(tokens) else first)
-
-
-def _ids_at(layout: KVLayout, table: BlockTable, starts: _Ints, side: str) -> _Ints:
-    """The block id that holds each position."""
-    index = starts // layout.tokens_per_block - table.first_block
-    ids = np.asarray(table.block_ids, dtype=np.int64)
-    if len(index) and (index[0] < 0 or index[-1] >= len(ids)):
-        stop = (table.first_block + len(ids)) * layout.tokens_per_block
-        held = f"[{table.first_block * layout.tokens_per_block}, {stop})"
-        raise TransferError(f"the {side} block table holds positions {held}, position {int(starts[-1])} is wanted")
-    found: _Ints = ids[index]
-    return found
-
-
-def _slots(layout: KVLayout, pool: MemRegion, ids: _Ints, side: str) -> _Ints:
-    """Addresses of slots; ids come from a peer, so they are checked against the pool."""
-    count = pool.nbytes // layout.slot_nbytes
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
-        raise TransferError(f"a {side} block id is outside its pool of {count} blocks")
-    addresses: _Ints = pool.addr + ids * layout.slot_nbytes
-    return addresses
-
-
-def _check_match(index: int, ours: KVLayout, theirs: KVLayout) -> None:
-    names = ["kind", "kv_heads", "head_dim", "dtype", "window", "planes"]
-    if ours.kind.is_state:
-        names += ["tokens_per_block", "axis_order"]
-    for name in names:
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine != other:
-            raise TransferError(
-                f"{name} of layer group {index}: {_value(mine)} here, {_value(other)} there", field=name
-            )
-
-
-def _value(value: object) -> object:
-    return getattr(value, "value", value)
-
-
-def _ends(layers: tuple[int, ...]) -> str:
-    return f"{layers[0]}..{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
 def _show(tokens: TokenRange) -> str:

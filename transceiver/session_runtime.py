@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -60,7 +61,7 @@ class SessionRuntime(Transceiver, ControlTarget):
         self._recorder = StatsRecorder()
         self._local = _register(identity, pools, agent)
         self._attention_until_s = 0.0
-        self._met: dict[str, bytes] = {}
+        self._met: OrderedDict[str, RankInfo] = OrderedDict()
         self._drain_error = ""
         self._closed = threading.Event()
         self._source = Source(lambda: self._local, LeasePolicy(times.lease_s, times.max_lease_s), self._recorder)
@@ -175,11 +176,13 @@ class SessionRuntime(Transceiver, ControlTarget):
 
     def answer_handshake(self, initiator: RankInfo) -> RankInfo:
         check_peer(self._local, replace(initiator, handle_key=b"-"))
+        met = self._met.get(initiator.incarnation)
+        self._met[initiator.incarnation] = initiator
+        self._met.move_to_end(initiator.incarnation)
+        if len(self._met) > _REMEMBERED_INITIATORS:
+            self._met.popitem(last=False)
         # Who comes again with an agent we have met needs no help: its path is up.
-        if self._met.get(initiator.incarnation) != initiator.agent_metadata:
-            if len(self._met) >= _REMEMBERED_INITIATORS:
-                self._met.clear()
-            self._met[initiator.incarnation] = initiator.agent_metadata
+        if met is None or met.agent_metadata != initiator.agent_metadata:
             self._attend(self._times.first_contact_s)
         return self._local
 
@@ -202,8 +205,8 @@ class SessionRuntime(Transceiver, ControlTarget):
     # -- agent thread -------------------------------------------------------------------------------------
 
     def _agent_step(self) -> float | None:
-        for message in self._drain():
-            self._source.notified(message)
+        for peer, message in self._drain():
+            self._source.notified(message, self._met.get(peer))
         now_s = time.monotonic()
         contact_s = self._peers.step(now_s)
         operation_s = self._destination.step(now_s)
@@ -222,7 +225,7 @@ class SessionRuntime(Transceiver, ControlTarget):
     def _next_look_s(self, demand: PollDemand) -> float | None:
         """Seconds until the agent thread must look again by itself; None: not before something happens."""
 
-    def _drain(self) -> list[bytes]:
+    def _drain(self) -> list[tuple[str, bytes]]:
         """An agent that cannot be asked, because a fence of it failed half-way, must not keep the next from coming."""
         try:
             arrived = self._agent.drain_notifications()
@@ -232,7 +235,7 @@ class SessionRuntime(Transceiver, ControlTarget):
             self._drain_error = error.message
             return []
         self._drain_error = ""
-        return [message for _, message in arrived]
+        return arrived
 
     def _sent(self) -> None:
         """A notification may need a few more calls into the agent to leave this process."""

@@ -13,7 +13,7 @@ from kvferry.core import BlockTable, InternalError, RankInfo, TokenRange, Transf
 from kvferry.kvcache import BlockHold
 from kvferry.transceiver.base import CancelOutcome
 from kvferry.transceiver.leases import LeasePolicy, LeaseTable
-from kvferry.transceiver.planner import oldest_needed, span_nbytes
+from kvferry.transceiver.planner import RankTables, expected_nbytes
 from kvferry.transceiver.protocol import (
     Notification,
     NotificationKind,
@@ -108,8 +108,10 @@ class Source:
         with self._lock:
             return [transfer_id for transfer_id in transfer_ids if not self._leases.extend(transfer_id, now_s)]
 
-    def notified(self, message: bytes) -> None:
-        """A reader's BEGIN, DONE or FAILED. What names no open transfer (late, duplicate, forged) is only counted."""
+    def notified(self, message: bytes, reader: RankInfo | None) -> None:
+        """A reader's BEGIN, DONE or FAILED. What names no open transfer (late, duplicate, forged) is only counted.
+
+        reader: who sent it, as met at first contact; one that was forgotten meanwhile (None) is taken for our like."""
         try:
             note = decode_notification(message)
         except TransferError as error:
@@ -121,7 +123,7 @@ class Source:
             if session is None or not hmac.compare_digest(session.nonce, note.nonce):
                 session = None
             else:
-                self._apply(session, note)
+                self._apply(session, note, reader or self._local())
         if session is None:
             self._stats.stray_notification()
         elif session.lifecycle.ended:
@@ -160,8 +162,8 @@ class Source:
 
     # -- under the lock -----------------------------------------------------------------------------------
 
-    def _apply(self, session: SourceSession, note: Notification) -> None:
-        problem = self._mismatch(session, note)
+    def _apply(self, session: SourceSession, note: Notification, reader: RankInfo) -> None:
+        problem = self._mismatch(session, note, reader)
         if note.kind is NotificationKind.FAILED or problem:
             if problem:
                 logger.error("transfer %d: %s", session.transfer_id, problem)
@@ -173,13 +175,14 @@ class Source:
             session.begun_s = time.monotonic()
             self._leases.extend(session.transfer_id, session.begun_s)
 
-    def _mismatch(self, session: SourceSession, note: Notification) -> str | None:
+    def _mismatch(self, session: SourceSession, note: Notification, reader: RankInfo) -> str | None:
         """Whether the reader's expectation of what moves differs from ours."""
         if note.kind is NotificationKind.FAILED:
             return None
         if note.tokens.start < session.tokens.start or note.tokens.stop > session.tokens.stop:
             return f"the reader wants positions {note.tokens}, {session.tokens} are advertised"
-        least, most = _expected_nbytes(self._local(), session.hold.tables, note.tokens)
+        source = RankTables(self._local(), session.hold.tables)
+        least, most = expected_nbytes(source, reader, note.tokens)
         if not least <= note.nbytes <= most:
             return f"the reader expects {note.nbytes} bytes for {note.tokens}, the source {least} to {most}"
         return None
@@ -201,20 +204,6 @@ class Source:
             except Exception:
                 self._stats.callback_error()
                 logger.exception("on_release of transfer %d", session.transfer_id)
-
-
-def _expected_nbytes(local: RankInfo, tables: Sequence[BlockTable], tokens: TokenRange) -> tuple[int, int]:
-    """The fewest and the most bytes a reader may move for `tokens`. They differ only where a sliding window lets
-    the reader leave out positions that its next token cannot see."""
-    if not len(tokens):
-        return 0, 0
-    least = most = 0
-    for layout, table in zip(local.layouts, tables, strict=True):
-        held = max(tokens.start, table.first_block * layout.tokens_per_block)
-        needed = max(held, oldest_needed(layout, tokens.stop))
-        most += span_nbytes(layout, TokenRange(min(held, tokens.stop), tokens.stop))
-        least += span_nbytes(layout, TokenRange(min(needed, tokens.stop), tokens.stop))
-    return least, most
 
 
 def _check_covers(local: RankInfo, tables: Sequence[BlockTable], tokens: TokenRange) -> None:

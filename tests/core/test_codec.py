@@ -86,7 +86,7 @@ def test_results_round_trip() -> None:
 
 
 def test_rank_round_trip() -> None:
-    layout = KVLayout(GroupKind.WINDOW, (1, 3), 2, 8, DType.BFLOAT16, 32, AxisOrder.TOKEN_HEAD, 128)
+    layout = KVLayout(GroupKind.WINDOW, (1, 3), 2, 8, DType.BFLOAT16, 32, AxisOrder.TOKEN_HEAD, 128, 2, 1, 4)
     rank = RankInfo(
         worker="prefill-0",
         role=Role.PREFILL,

@@ -21,6 +21,7 @@ from kvferry.core import (
     RequestState,
     TokenRange,
     block_digests,
+    head_range,
     scope_digest,
 )
 
@@ -47,11 +48,35 @@ def test_slot_sizes_of_smollm2() -> None:
         {"axis_order": AxisOrder.TOKEN_HEAD},
         {"window": 128},
         {"planes": 1},
+        {"all_heads": 6},
+        {"first_head": 1, "all_heads": 6},
     ],
 )
 def test_every_field_of_a_layout_is_in_its_fingerprint(change: dict[str, object]) -> None:
     assert dataclasses.replace(SMOLLM2, **change).fingerprint() != SMOLLM2.fingerprint()  # type: ignore[arg-type]
     assert dataclasses.replace(SMOLLM2).fingerprint() == SMOLLM2.fingerprint()
+
+
+def test_the_heads_of_tensor_parallel_ranks() -> None:
+    def held(heads: int, ranks: int) -> list[list[int]]:
+        return [list(head_range(heads, rank, ranks)) for rank in range(ranks)]
+
+    assert held(4, 2) == [[0, 1], [2, 3]]
+    assert held(2, 4) == [[0], [0], [1], [1]]
+    assert held(3, 2) == [[0, 1], [1, 2]]
+    assert held(1, 3) == [[0], [0], [0]]
+    with pytest.raises(ValueError, match="tensor-parallel rank 2 of 2"):
+        head_range(4, 2, 2)
+
+
+def test_a_rank_holds_a_shard_of_a_layout() -> None:
+    shard = SMOLLM2.shard(1, 2, range(2, 5))
+    assert shard is not None
+    assert (shard.layers, list(shard.heads), shard.model_heads) == ((2, 3, 4), [1, 2], 3)
+    assert SMOLLM2.shard(0, 1) == SMOLLM2
+    assert SMOLLM2.shard(0, 1, [99]) is None
+    with pytest.raises(ValueError, match="kv heads 2 and 1 more of 3"):
+        dataclasses.replace(SMOLLM2, kv_heads=2, first_head=2, all_heads=3)
 
 
 def test_digests_are_the_documented_chain() -> None:

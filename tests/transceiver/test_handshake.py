@@ -17,6 +17,7 @@ from kvferry.core import (
 from kvferry.transceiver.handshake import IncompatiblePeerError, check_peer
 
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1), kv_heads=2, head_dim=4, tokens_per_block=4)
+WIDER = replace(LAYOUT, layers=(0, 1, 2))
 
 
 @pytest.fixture
@@ -51,10 +52,17 @@ def test_block_size_and_axis_order_may_differ(rank: RankInfo) -> None:
     [
         ({"protocol_version": 99}, "protocol_version is 1 here and 99 there"),
         ({"model_fingerprint": "other"}, "model_fingerprint is model here and other there"),
-        ({"tp_size": 2}, "tp_size is 1 here and 2 there"),
-        ({"pp_rank": 1}, "pp_rank is 0 here and 1 there"),
-        ({"layouts": (replace(LAYOUT, head_dim=8),)}, "head_dim of layer group 0: 4 here, 8 there"),
-        ({"layouts": (replace(LAYOUT, layers=(0, 1, 2)),)}, r"layers of group 0: 0\.\.1"),
+        ({"tp_size": 2}, r"group 0 of decode-0 has kv heads 0\.\.1 of 2, .* not those of tensor-parallel rank 0 of 2"),
+        ({"pp_rank": 1}, "rank 0 of 1, pipeline stage 1 of 1"),
+        (
+            {"layouts": (replace(LAYOUT, head_dim=8),), "pools": (MemRegion(4096, 6 * LAYOUT.slot_nbytes),)},
+            "head_dim of layer group 0: 4 here, 8 there",
+        ),
+        (
+            {"layouts": (replace(LAYOUT, layers=(0,)),), "pools": (MemRegion(4096, 3 * LAYOUT.slot_nbytes // 2),)},
+            "layers 1 are missing there",
+        ),
+        ({"layouts": (WIDER,), "pools": (MemRegion(4096, 3 * WIDER.slot_nbytes),)}, "layers 2 are missing here"),
         ({"pools": ()}, "1 layouts, 0 pools"),
         ({"pools": (MemRegion(4096, 5),)}, "pool 0 has 5 bytes"),
         ({"generations": (MemRegion(65536, 8),)}, "8 bytes of generations"),
@@ -69,6 +77,15 @@ def test_the_first_difference_is_named_with_both_workers(
         check_peer(rank, other)
     assert "prefill-0 and decode-0 cannot exchange KV" in caught.value.message
     assert caught.value.code is ErrorCode.INVALID_ARGUMENT
+
+
+def test_ranks_of_workers_of_several_ranks_pair(rank: RankInfo) -> None:
+    shards = [LAYOUT.shard(tp_rank, 2, [layer]) for tp_rank in range(2) for layer in LAYOUT.layers]
+    for number, shard in enumerate(shards):
+        assert shard is not None
+        sizes = {"tp_rank": number // 2, "tp_size": 2, "pp_rank": number % 2, "pp_size": 2}
+        pools = (MemRegion(4096, 3 * shard.slot_nbytes),)
+        check_peer(rank, replace(rank, worker="decode-0", layouts=(shard,), pools=pools, **sizes))
 
 
 def test_resolutions_that_cannot_talk(rank: RankInfo, resolved: Resolution) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import BlockTable, InternalError, Role, TokenRange
+from kvferry.core import BlockTable, InternalError, RankInfo, Role, TokenRange
 from kvferry.transceiver.base import CancelOutcome
 from kvferry.transceiver.protocol import Notification, NotificationKind, encode_notification, open_handle
 
@@ -25,8 +25,8 @@ def note_for(handle: bytes, kind: NotificationKind, tokens: TokenRange, nbytes: 
     return Notification(kind, opened.transfer_id, opened.nonce, nbytes, tokens)
 
 
-def notify(worker: Any, note: Notification) -> None:
-    worker.transceiver._source.notified(encode_notification(note))
+def notify(worker: Any, note: Notification, reader: RankInfo | None = None) -> None:
+    worker.transceiver._source.notified(encode_notification(note), reader)
 
 
 def test_the_handle_says_what_is_pinned(prefill: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_wrong_nonce_or_id_touches_nothing(prefill: Any) -> None:
     note = note_for(handle, DONE, TokenRange(0, 7), 7 * prefill.pool.layout.token_nbytes)
     notify(prefill, replace(note, nonce=b"\0" * 16))
     notify(prefill, replace(note, transfer_id=note.transfer_id ^ 1))
-    prefill.transceiver._source.notified(b"garbage")
+    prefill.transceiver._source.notified(b"garbage", None)
     assert not hold.released.is_set()
     assert prefill.transceiver.stats().stray_notifications == 3
     assert prefill.transceiver.answer_cancel(note.transfer_id, b"\0" * 16) is CancelOutcome.NOT_FOUND
@@ -83,6 +83,16 @@ def test_a_reader_that_expects_other_bytes_fails_the_transfer(
     assert "the reader" in caplog.text
     transfer_id = open_handle(handle).handle.transfer_id
     assert prefill.transceiver.answer_heartbeat("reader", [transfer_id]) == [transfer_id]
+
+
+@pytest.mark.parametrize(("share", "released"), [(0.5, False), (1.0, True)])
+def test_a_reader_of_half_the_heads_takes_half_the_bytes(prefill: Any, share: float, released: bool) -> None:
+    half = prefill.pool.layout.shard(1, 2)
+    reader = replace(prefill.transceiver.local, layouts=(half,), tp_rank=1, tp_size=2)
+    handle, hold = prefill.advertise([5, 6], 7)
+    nbytes = int(7 * share * prefill.pool.layout.token_nbytes)
+    notify(prefill, note_for(handle, BEGIN, TokenRange(0, 7), nbytes), reader)
+    assert hold.released.is_set() == released
 
 
 def test_a_suffix_is_fewer_bytes(prefill: Any) -> None:
