@@ -14,18 +14,11 @@ from typing import Any
 
 import torch
 
-from kvferry.core import CheckpointError, GroupKind
+from kvferry.core import GroupKind
 from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import Shape, count, number
-from kvferry.models.feedforward import (
-    Experts,
-    FeedForward,
-    Gate,
-    MixtureOfExperts,
-    Routing,
-    gate_named,
-    load_feed_forward,
-)
+from kvferry.models.feedforward import Experts, FeedForward, Gate, MixtureOfExperts, gate_named, load_feed_forward
+from kvferry.models.group_router import RouterShape, load_router
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config, rotate
@@ -53,18 +46,6 @@ class LatentShape:
     @property
     def cached_dim(self) -> int:
         return self.rank + self.rope_dim
-
-
-@dataclass(frozen=True, slots=True)
-class RouterShape:
-    """experts stand in equal groups, of which the `best_groups` with the two highest scores are looked at."""
-
-    experts: int
-    chosen: int
-    groups: int
-    best_groups: int
-    normalised: bool
-    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +82,7 @@ class DeepseekConfig:
         return cls(
             shape=Shape.from_json({**config, "num_key_value_heads": heads, "head_dim": latent.cached_dim}),
             latent=latent,
-            router=_router_shape(config),
+            router=RouterShape.from_json(config, chosen=8),
             rope=rope_from_config({**config, "partial_rotary_factor": 1.0}, latent.rope_dim),
             pairs_adjacent=bool(config.get("rope_interleave", True)),
             scale=latent.query_dim**-0.5 * _yarn_sharpening(config),
@@ -112,31 +93,6 @@ class DeepseekConfig:
             gate=gate_named(config, "hidden_act", "silu"),
             bias=bool(config.get("attention_bias", False)),
         )
-
-
-def _router_shape(config: Config) -> RouterShape:
-    key = "n_routed_experts" if "n_routed_experts" in config else "num_local_experts"
-    experts, groups = count(config, key), count(config, "n_group", 1)
-    best = count(config, "topk_group", groups)
-    if experts % groups or experts // groups < 2 or best > groups:
-        raise CheckpointError(
-            f"config.json: {experts} experts cannot stand in {groups} equal groups of 2 or more, {best} of them chosen",
-            field="n_group",
-        )
-    chosen = count(config, "num_experts_per_tok", 8)
-    if chosen > best * (experts // groups):
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok ({chosen}) is above what {best} groups of {experts // groups} hold",
-            field="num_experts_per_tok",
-        )
-    return RouterShape(
-        experts=experts,
-        chosen=chosen,
-        groups=groups,
-        best_groups=best,
-        normalised=bool(config.get("norm_topk_prob", True)),
-        factor=number(config, "routed_scaling_factor", 1.0),
-    )
 
 
 def _yarn_sharpening(config: Config) -> float:
@@ -197,28 +153,6 @@ class LatentAttention:
         mixed = step.attention(self.layer, torch.cat((absorbed, rotated_q), dim=-1), k, k, self.scale)
         values = torch.bmm(mixed[..., : shape.rank].transpose(0, 1), self.out_of_latent).transpose(0, 1)
         return self.out(values.reshape(tokens, shape.heads * shape.value_dim))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRouter:
-    """Chooses by sigmoid plus a correction that balances load, first groups, then experts; weighs by sigmoid."""
-
-    logits: Linear
-    correction: torch.Tensor
-    shape: RouterShape
-
-    def __call__(self, x: torch.Tensor) -> Routing:
-        shape = self.shape
-        scores = torch.sigmoid(self.logits(x).float())
-        grouped = (scores + self.correction).view(len(x), shape.groups, -1)
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(shape.best_groups, dim=-1).indices
-        left_out = torch.ones(len(x), shape.groups, dtype=torch.bool, device=x.device).scatter_(1, best, False)
-        eligible = grouped.masked_fill(left_out.unsqueeze(-1), float("-inf")).flatten(1)
-        chosen = eligible.topk(shape.chosen, dim=-1).indices
-        shares = scores.gather(1, chosen)
-        if shape.normalised:
-            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return Routing(chosen, shares * shape.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,11 +238,7 @@ def _pairs_together(
 
 def _load_experts(c: DeepseekConfig, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden, shape = c.shape.hidden_size, c.router
-    router = GroupRouter(
-        load_packed(weights, [PackedRow(f"{prefix}gate", shape.experts)], hidden, operators.linear),
-        weights.get(f"{prefix}gate.e_score_correction_bias", (shape.experts,)).float(),
-        shape,
-    )
+    router = load_router(weights, f"{prefix}gate", shape, hidden, operators.linear)
     experts = [
         load_feed_forward(weights, f"{prefix}experts.{expert}.", hidden, c.expert_width, c.gate, operators.linear)
         for expert in range(shape.experts)

@@ -10,7 +10,8 @@ from transformers import DeepseekV3Config
 
 from kvferry.core import CheckpointError, DType, GroupKind
 from kvferry.models import load_model, torch_operators
-from kvferry.models.deepseek import DeepseekConfig, GroupRouter, RouterShape
+from kvferry.models.deepseek import DeepseekConfig
+from kvferry.models.group_router import GroupRouter, RouterShape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
