@@ -205,6 +205,8 @@ class KVCacheManager(ABC):
     version: str
     core: str
     """`python` or `cpp`: which implementation of the bookkeeping runs."""
+    takes_snapshots: bool
+    """Whether `KVCache.snapshot` can ever publish anything: there are states, and prefixes are reused."""
 
     @property
     @abstractmethod

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvferry.core import KVLayout, Registry
 from kvferry.kvcache.base import KVCacheManager
+from kvferry.kvcache.hybrid_v1 import HybridManagerV1
 from kvferry.kvcache.manager_v1 import ManagerV1
 from kvferry.kvcache.manager_v2 import ManagerV2
 from kvferry.kvcache.options import CacheOptions
@@ -16,7 +17,14 @@ ManagerBuilder = Callable[[Sequence[KVLayout], int, CacheOptions], KVCacheManage
 """Builds a manager and its pools. Raises ConfigError naming the setting that does not fit."""
 
 MANAGERS: Registry[ManagerBuilder] = Registry("KV cache manager", "kv_cache.manager")
-MANAGERS.register("V1", ManagerV1)
+
+
+def _v1(layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> KVCacheManager:
+    build = HybridManagerV1 if any(layout.kind.is_state for layout in layouts) else ManagerV1
+    return build(layouts, nbytes, options)
+
+
+MANAGERS.register("V1", _v1)
 MANAGERS.register("V2", ManagerV2)
 
 

@@ -68,8 +68,8 @@ def rules_of(layouts: Sequence[KVLayout], tokens_per_block: int) -> list[GroupRu
     return [GroupRule.of(layout, tokens_per_block) for layout in layouts]
 
 
-def check_layouts(version: str, layouts: Sequence[KVLayout]) -> int:
-    """Tokens per block, the same in all attention groups. Raises ConfigError naming what the manager cannot hold."""
+def check_layouts(layouts: Sequence[KVLayout]) -> int:
+    """Tokens per block, the same in all attention groups. Raises ConfigError naming what no manager can hold."""
     if not layouts:
         raise ConfigError("a KV cache needs at least one layer group, the model declares none", field="model")
     sizes = {layout.tokens_per_block for layout in layouts if not layout.kind.is_state}
@@ -84,7 +84,7 @@ def check_layouts(version: str, layouts: Sequence[KVLayout]) -> int:
         )
     seen: set[tuple[int, GroupKind | None]] = set()
     for index, layout in enumerate(layouts):
-        _check_layout(version, index, layout)
+        _check_window(index, layout)
         # A Mamba layer has a conv and an SSM state, one of each.
         held = {(layer, layout.kind if layout.kind.is_state else None) for layer in layout.layers}
         twice = sorted(layer for layer, _ in seen & held)
@@ -94,13 +94,7 @@ def check_layouts(version: str, layouts: Sequence[KVLayout]) -> int:
     return sizes.pop()
 
 
-def _check_layout(version: str, index: int, layout: KVLayout) -> None:
-    if layout.kind.is_state and version == "V1":
-        raise ConfigError(
-            f"KV cache manager {version} holds attention caches (full, window, chunked, mla), "
-            f"but layer group {index} is {layout.kind.value} state",
-            field="kv_cache.manager",
-        )
+def _check_window(index: int, layout: KVLayout) -> None:
     if layout.kind in _BOUNDED and (layout.window is None or layout.window < 1):
         raise ConfigError(
             f"layer group {index} is {layout.kind.value}: its window must be at least 1 token, got {layout.window}",

@@ -373,14 +373,16 @@ class CacheV1(TrackedCache, ForkableCache):
 
 
 class ManagerV1(KVCacheManager):
-    """Uniform pools and hash-chain reuse of full blocks. Windows and chunks keep all their blocks here."""
+    """Uniform pools and hash-chain reuse of full blocks. Windows and chunks keep all their blocks here. Models with
+    states get a `HybridManagerV1`."""
 
     version = "V1"
     core = "python"
+    takes_snapshots = False
 
     def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
         """options.core: there is one only; a worker's setting may say otherwise, because it is V2's."""
-        tokens_per_block = check_layouts(self.version, layouts)
+        tokens_per_block = check_layouts(layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         self._pools = tuple(build_pool(layout, num_blocks, options.device, options.allocate) for layout in layouts)
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None

@@ -36,11 +36,12 @@ class ManagerV2(KVCacheManager):
 
     def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
         build_core = CORES.get(options.core)
-        tokens_per_block = check_layouts(self.version, layouts)
+        tokens_per_block = check_layouts(layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
         rules = rules_of(layouts, tokens_per_block)
         slots = slot_counts(layouts, num_blocks)
         self.core = options.core
+        self.takes_snapshots = options.prefix_reuse and any(rule.is_state for rule in rules)
         self._num_blocks = num_blocks
         self._pools = tuple(
             build_pool(layout, count, options.device, options.allocate)

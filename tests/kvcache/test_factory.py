@@ -59,13 +59,6 @@ def test_layouts_that_cannot_be_held_are_refused(
     assert caught.value.field == field
 
 
-def test_v1_refuses_states() -> None:
-    layouts = [FULL, dataclasses.replace(FULL, layers=(2,), kind=GroupKind.SSM)]
-    with pytest.raises(ConfigError, match="group 1 is ssm") as caught:
-        create_manager("V1", layouts, 1 << 20)
-    assert caught.value.field == "kv_cache.manager"
-
-
 def test_a_budget_too_small_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache\.bytes"):
         create_manager(version, [FULL], 100)
