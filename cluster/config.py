@@ -79,6 +79,9 @@ class KVCacheConfig(Section):
     min_partial_tokens: int = Field(
         default=0, ge=0, description="V2 copies a cached block that shares this many tokens; 0: whole blocks only"
     )
+    snapshot_tokens: int = Field(
+        default=256, ge=1, description="V2 keeps the states of Mamba layers for reuse this many tokens apart"
+    )
 
 
 class EngineConfig(Section):

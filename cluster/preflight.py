@@ -35,6 +35,7 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
         max_queued=engine.max_queued,
         max_context_tokens=engine.max_context_tokens,
         min_partial_tokens=cache.min_partial_tokens,
+        snapshot_tokens=cache.snapshot_tokens,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.core import AxisOrder, ConfigError, GroupKind
+from kvferry.core import AxisOrder, GroupKind
 from kvferry.engine.kernels import Kernels, use_native
 from kvferry.engine.spans import AttentionChunk, Span, lowest_attended, spans_of
 from kvferry.kvcache import KVPool
@@ -21,7 +21,8 @@ from kvferry.models.rope import rotate
 
 
 class PagedAttention:
-    """`models.Attention`, bound to one step. `pools` and each chunk's tables are in layer-group order.
+    """`models.Attention`, bound to one step. `pools` and each chunk's tables are in layer-group order; groups of
+    states are left to `PagedStates`.
 
     Pages may hold anything, NaN too, where nothing was written yet: such positions never reach a result.
     """
@@ -29,10 +30,13 @@ class PagedAttention:
     def __init__(
         self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk], kernels: Kernels = Kernels.AUTO
     ) -> None:
-        groups = [_Group(pool, chunks, group, kernels) for group, pool in enumerate(pools)]
         self._where = {
             layer: (group, index)
-            for group, pool in zip(groups, pools, strict=True)
+            for group, pool in (
+                (_Group(pool, chunks, group, kernels), pool)
+                for group, pool in enumerate(pools)
+                if not pool.layout.kind.is_state
+            )
             for index, layer in enumerate(pool.layout.layers)
         }
 
@@ -57,9 +61,6 @@ class _Group:
     """One layer group of the step. torch_step: for layers with what the compiled kernels lack (sinks)."""
 
     def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int, kernels: Kernels) -> None:
-        if pool.layout.kind.is_state:
-            kind = pool.layout.kind.value
-            raise ConfigError(f"a {kind} layer group has no K and V to attend over", field="kv_cache")
         self._pool, self._spans = pool, spans_of(pool.layout, chunks, group)
         self.step: GroupStep = self._native_step() if _runs_native(pool, kernels) else self.torch_step
 

@@ -43,17 +43,19 @@ class Pending(Protocol):
     def uncomputed(self) -> int: ...
 
 
-def plan_chunks(pending: Iterable[Pending], budget: int) -> list[int]:
-    """How many tokens of each pending sequence to compute now, in order, within `budget`.
+def plan_chunks(pending: Iterable[Pending], budget: int, most: Sequence[int] | None = None) -> list[int]:
+    """How many tokens of each pending sequence to compute now, in order, within `budget`. most: of each; None: all.
 
     Sequences with one token left (those that are decoding) come first whatever their place: they always get
     it, so that a long prompt never stalls a running stream. The rest is shared first come, first served.
     """
-    sequences: Sequence[Pending] = list(pending)
-    chunks = [1 if sequence.uncomputed == 1 else 0 for sequence in sequences]
+    wanted = [sequence.uncomputed for sequence in pending]
+    chunks = [1 if tokens == 1 else 0 for tokens in wanted]
+    if most is not None:
+        wanted = [min(tokens, limit) for tokens, limit in zip(wanted, most, strict=True)]
     left = max(budget - sum(chunks), MIN_CHUNK_TOKENS)
-    for index, sequence in enumerate(sequences):
+    for index, tokens in enumerate(wanted):
         if chunks[index] == 0 and left > 0:
-            chunks[index] = min(sequence.uncomputed, left)
+            chunks[index] = min(tokens, left)
             left -= chunks[index]
     return chunks

@@ -217,6 +217,7 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         for _ in range(2):
             sequence.cache.advance(len(sequence.tokens) - 1)
         sequence.cache.commit(sequence.tokens)
+        self._take_snapshot(sequence)
         sequence.mark("loaded")
         sequence.leg.to(DecodeLeg.RUNNING)
         self._running.append(sequence)

@@ -35,7 +35,7 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.settings import EngineSettings
 from kvferry.kvcache import create_manager
 from kvferry.models import read_config, resolve_model
-from kvferry.resolution import ResolveRequest, resolve
+from kvferry.resolution import ResolveRequest, prefix_reuse_enabled, resolve
 from kvferry.text import Tokenizer
 
 DEFAULT_KV_BYTES = 1 << 30
@@ -86,9 +86,9 @@ class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32, temperature=0))``.
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
-    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host tier. beam_width: above
-    1, the engine gets a manager that serves `beam_search`. settings: fields of `EngineSettings`. Raises ConfigError
-    naming a setting. Not thread-safe.
+    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host tier. prefix_reuse:
+    None is what suits the model. beam_width: above 1, the engine gets a manager that serves `beam_search`. settings:
+    fields of `EngineSettings`. Raises ConfigError naming a setting. Not thread-safe.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class LLM:
         kv_bytes: int = DEFAULT_KV_BYTES,
         kv_core: str = "cpp",
         kv_host_bytes: int = 0,
-        prefix_reuse: bool = True,
+        prefix_reuse: bool | None = None,
         beam_width: int = 1,
         **settings: Any,
     ) -> None:
         model_dir = resolve_model(os.fspath(model))
-        self.resolution = _resolve(model_dir, manager, beam_width)
+        self.resolution = _resolve(model_dir, manager, prefix_reuse, beam_width)
         self.tokenizer = Tokenizer.load(model_dir)
         self._runner = ModelRunner.load(model_dir, EngineSettings(**settings))
         self.manager = create_manager(
             self.resolution.manager,
             self._runner.layouts,
             kv_bytes,
-            prefix_reuse=prefix_reuse,
+            prefix_reuse=prefix_reuse_enabled(read_config(model_dir), self.resolution.manager, prefix_reuse),
             core=kv_core,
             host_bytes=kv_host_bytes,
         )
@@ -201,12 +201,17 @@ class LLM:
         self.close()
 
 
-def _resolve(model_dir: Path, manager: str, beam_width: int) -> Resolution:
+def _resolve(model_dir: Path, manager: str, prefix_reuse: bool | None, beam_width: int) -> Resolution:
     config = read_config(model_dir)
-    architecture = (config.get("architectures") or [""])[0]
-    return resolve(
-        ResolveRequest(architecture=architecture, config=config, backend="NONE", manager=manager, beam_width=beam_width)
+    request = ResolveRequest(
+        architecture=(config.get("architectures") or [""])[0],
+        config=config,
+        backend="NONE",
+        manager=manager,
+        prefix_reuse=prefix_reuse,
+        beam_width=beam_width,
     )
+    return resolve(request)
 
 
 def _per_prompt(

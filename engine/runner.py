@@ -19,6 +19,7 @@ from kvferry.engine.sampler import RowRequest, Sampled, sample
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.settings import EngineSettings
 from kvferry.engine.spans import AttentionChunk
+from kvferry.engine.states import PagedStates
 from kvferry.kvcache import KVCache, KVPool
 from kvferry.models import CausalLM, ForwardBatch, load_model
 
@@ -76,6 +77,7 @@ class ModelRunner:
         self._kernels = Kernels.of(settings.kernels)
         self.limits = _limit_context(model.limits, settings)
         self.layouts: tuple[KVLayout, ...] = model.layouts(settings.tokens_per_block, settings.kv_dtype)
+        self._has_states = any(layout.kind.is_state for layout in self.layouts)
 
     @classmethod
     def load(cls, model_dir: Path, settings: EngineSettings) -> ModelRunner:
@@ -136,6 +138,7 @@ class ModelRunner:
             positions=torch.tensor(positions, device=self._device),
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self._device),
             attention=PagedAttention(pools, attention_chunks, self._kernels),
+            states=PagedStates(pools, attention_chunks) if self._has_states else None,
         )
 
 

@@ -27,6 +27,7 @@ from kvferry.engine.budget import StepBudget, plan_chunks
 from kvferry.engine.runner import Chunk, ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.sequence import Sequence
+from kvferry.engine.snapshots import SnapshotRule
 from kvferry.kvcache import KVCache, KVCacheManager, OutOfBlocksError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class BatchScheduler(ABC, Generic[L]):
         self._legs = legs
         self._settings = runner.settings
         self._budget = StepBudget(self._settings.step_token_budget, self._settings.max_step_ms)
+        rule = SnapshotRule(self._settings.snapshot_tokens, self._settings.tokens_per_block)
+        self._snapshots = rule if manager.takes_snapshots else None
         self._waiting: deque[Sequence[L]] = deque()
         self._running: list[Sequence[L]] = []  # in order of admission: the last is preempted first
         self._blocked_at_free: int | None = None
@@ -93,6 +96,7 @@ class BatchScheduler(ABC, Generic[L]):
             return True
         self._budget.observe(sum(chunk.length for chunk in chunks), time.monotonic() - started)
         for chunk, choice in zip(chunks, sampled, strict=True):
+            self._take_snapshot(chunk.sequence)
             if choice is not None:
                 self._accept(chunk.sequence, choice)
         return True
@@ -184,12 +188,30 @@ class BatchScheduler(ABC, Generic[L]):
     def _make_chunks(self) -> list[Chunk]:
         chunks = []
         running = list(self._running)
-        for sequence, length in zip(running, plan_chunks(running, self._budget.tokens), strict=True):
+        plan = plan_chunks(running, self._budget.tokens, self._chunk_limits(running))
+        for sequence, length in zip(running, plan, strict=True):
             # One further to the front may have preempted it a moment ago.
             if length and sequence.has_pages and self._make_room(sequence, length):
                 sequence.mark("started")
                 chunks.append(Chunk(sequence, length))
         return chunks
+
+    def _chunk_limits(self, running: list[Sequence[L]]) -> list[int] | None:
+        """A chunk ends where a snapshot is due: behind it the state is another one."""
+        rule = self._snapshots
+        if rule is None:
+            return None
+        computed = [sequence.cache.history if sequence.cache else 0 for sequence in running]
+        return [
+            rule.next_due(position, sequence.prompt_len) - position
+            for position, sequence in zip(computed, running, strict=True)
+        ]
+
+    def _take_snapshot(self, sequence: Sequence[L]) -> None:
+        """Of the state that the step, or a load, left behind, where one is due there."""
+        rule, cache = self._snapshots, sequence.cache
+        if rule is not None and cache is not None and rule.due(cache.history, sequence.prompt_len):
+            cache.snapshot()
 
     def _make_room(self, sequence: Sequence[L], length: int) -> bool:
         """Reserves capacity, preempting the latest admitted sequences; False when this one was preempted itself.

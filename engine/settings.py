@@ -18,7 +18,8 @@ class EngineSettings:
     max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
     shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
     max_queued: requests waiting for a place before new ones are refused. min_partial_tokens: from how many tokens on
-    the beginning of a cached block is reused by copy (0: whole blocks only).
+    the beginning of a cached block is reused by copy (0: whole blocks only). snapshot_tokens: how far apart the states
+    of models that have some are kept for reuse, in tokens, where the manager can.
     """
 
     device: str = "cpu"
@@ -33,6 +34,7 @@ class EngineSettings:
     max_queued: int = 1024
     max_context_tokens: int | None = None
     min_partial_tokens: int = 0
+    snapshot_tokens: int = 256
 
     def __post_init__(self) -> None:
         Kernels.of(self.kernels)
@@ -45,3 +47,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, got {value}", field=f"engine.{name}")
+        if self.snapshot_tokens < 1:
+            raise ConfigError(
+                f"kv_cache.snapshot_tokens must be at least 1, got {self.snapshot_tokens}",
+                field="kv_cache.snapshot_tokens",
+            )

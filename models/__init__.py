@@ -7,6 +7,8 @@ from kvferry.models.base import (
     ForwardBatch,
     Linear,
     LinearFactory,
+    StateRun,
+    States,
     Weights,
 )
 from kvferry.models.convert import convert_gguf
@@ -34,6 +36,8 @@ __all__ = [
     "ProgressCallback",
     "RMSNormOperator",
     "SiluProduct",
+    "StateRun",
+    "States",
     "Weights",
     "convert_gguf",
     "inspect_model",

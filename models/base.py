@@ -7,13 +7,13 @@ paged cache and the packed linears are operators the engine supplies per device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from kvferry.core import DType, KVLayout, ModelLimits
+from kvferry.core import DType, GroupKind, KVLayout, ModelLimits
 
 
 class Attention(Protocol):
@@ -38,6 +38,37 @@ class Attention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Sequences of a step that compute equally many tokens, so that they go through a recurrence together.
+
+    sequences: their places in the step; length: tokens of each; rows: int64 [sequences * length], the step's rows that
+    are theirs, one sequence after the other.
+    """
+
+    sequences: tuple[int, ...]
+    length: int
+    rows: torch.Tensor
+
+
+class States(Protocol):
+    """The recurrent states of a step's sequences: what each layer left behind at the end of the step before, zeros
+    where a sequence begins."""
+
+    @property
+    def runs(self) -> Sequence[StateRun]:
+        """Every sequence stands in one of them."""
+        ...
+
+    def read(self, layer: int, kind: GroupKind, run: StateRun) -> torch.Tensor:
+        """A copy, [sequences, kv_heads, head_dim] as the layout of the layer's group of this kind says."""
+        ...
+
+    def write(self, layer: int, kind: GroupKind, run: StateRun, states: torch.Tensor) -> None:
+        """What `read` will give in the next step; any shape with a first dimension of sequences."""
+        ...
+
+
 class Linear(Protocol):
     """y = x W^T (+ b), weights packed once for the device."""
 
@@ -57,13 +88,15 @@ class ForwardBatch:
     """One step's tokens, all sequences concatenated.
 
     token_ids, positions: int64 [tokens]. logit_rows: int64 [rows], which tokens need logits.
-    attention: the paged-attention operator bound to this step's block tables.
+    attention: the paged-attention operator bound to this step's block tables. states: the recurrent ones; None where
+    the model's layouts have none.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
     attention: Attention
+    states: States | None = None
 
 
 class CausalLM(ABC):

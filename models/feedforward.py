@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from kvferry.core import CheckpointError
 from kvferry.models.base import Config, Linear, LinearFactory, Weights
@@ -23,6 +23,30 @@ def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def gelu_gate(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return gelu(gate, approximate=approximate) * up
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return relu(x).square()
+
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu2": squared_relu,
+    "relu": relu,
+    "silu": silu,
+    "swish": silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+}
+
+
+def activation_named(config: Config, key: str, default: str) -> Activation:
+    """An activation without a gate. Raises CheckpointError listing the known ones."""
+    name = config.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"config.json: {key} is {name!r}; known: {', '.join(_ACTIVATIONS)}", field=key)
+    return _ACTIVATIONS[name]
 
 
 _GATES: dict[str, Gate] = {
@@ -69,6 +93,27 @@ def load_feed_forward(
 
 
 @dataclass(frozen=True, slots=True)
+class PlainFeedForward:
+    """down(activation(up(x))), without a gate."""
+
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+def load_plain_feed_forward(
+    weights: Weights, prefix: str, hidden: int, width: int, activation: Activation, bias: bool, linear: LinearFactory
+) -> PlainFeedForward:
+    up = load_packed(weights, [PackedRow(f"{prefix}up_proj", width, bias)], hidden, linear)
+    return PlainFeedForward(
+        up, load_packed(weights, [PackedRow(f"{prefix}down_proj", hidden, bias)], width, linear), activation
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """experts: int64 [tokens, k], the chosen ones of each token, none twice; shares: [tokens, k], their weights."""
 
@@ -80,7 +125,7 @@ class Routing:
 class Experts:
     """The weighted sum of each token's experts. scale_input: the share multiplies what goes into an expert instead."""
 
-    experts: Sequence[FeedForward]
+    experts: Sequence[FeedForward | PlainFeedForward]
     scale_input: bool = False
 
     def __call__(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -100,7 +145,7 @@ class MixtureOfExperts:
 
     route: Callable[[torch.Tensor], Routing]
     experts: Experts
-    shared: FeedForward | None = None
+    shared: FeedForward | PlainFeedForward | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         mixed = self.experts(x, self.route(x))

@@ -10,46 +10,70 @@ import torch
 from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
-from kvferry.models.base import Attention, CausalLM, ForwardBatch, Weights
+from kvferry.models.base import Attention, CausalLM, ForwardBatch, States, Weights
 from kvferry.models.checked import Shape
 from kvferry.models.layers import RMSNorm
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope
 
-PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-"""Where a backbone's tensors stand: alone, and inside a wrapper as it is written now and as it used to be."""
+
+@dataclass(frozen=True, slots=True)
+class StackNames:
+    """What the tensors around the layers are called. prefixes: where a backbone's tensors may stand."""
+
+    prefixes: tuple[str, ...]
+    embedding: str
+    norm: str
+
+
+USUAL_NAMES = StackNames(("model.", "model.language_model.", "language_model.model."), "embed_tokens", "norm")
+"""A backbone stands alone, or inside a wrapper as it is written now and as it used to be."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer caches. Layers that say the same share a layer group."""
+    """What one layer caches. Layers that say the same share a layer group. dtype: None is that of K and V."""
 
     kind: GroupKind
     kv_heads: int
     head_dim: int
     window: int | None = None
     planes: int = 2
+    dtype: DType | None = None
 
     @classmethod
     def attending(cls, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
         kind = GroupKind.FULL if window is None else GroupKind.WINDOW
         return cls(kind, kv_heads, head_dim, window)
 
+    @classmethod
+    def state(cls, kind: GroupKind, heads: int, size: int) -> LayerCache:
+        """A recurrent state of `size` numbers per head. Always float32: every token's rounding would stay in it."""
+        return cls(kind, heads, size, planes=1, dtype=DType.FLOAT32)
 
-def group_layers(caches: Sequence[LayerCache | None], tokens_per_block: int, kv_dtype: DType) -> tuple[KVLayout, ...]:
-    """One layout per distinct cache, in the order of first appearance; None is a layer that caches nothing."""
+
+Cached = LayerCache | tuple[LayerCache, ...] | None
+"""What a layer caches: one thing, several of different kinds, nothing."""
+
+
+def group_layers(caches: Sequence[Cached], tokens_per_block: int, kv_dtype: DType) -> tuple[KVLayout, ...]:
+    """One layout per distinct cache, in the order of first appearance."""
+    held: dict[LayerCache, list[int]] = {}
+    for layer, own in enumerate(caches):
+        for cache in (own,) if isinstance(own, LayerCache) else own or ():
+            held.setdefault(cache, []).append(layer)
     return tuple(
         KVLayout(
             kind=cache.kind,
-            layers=tuple(layer for layer, own in enumerate(caches) if own == cache),
+            layers=tuple(layers),
             kv_heads=cache.kv_heads,
             head_dim=cache.head_dim,
-            dtype=kv_dtype,
-            tokens_per_block=tokens_per_block,
+            dtype=cache.dtype or kv_dtype,
+            tokens_per_block=1 if cache.kind.is_state else tokens_per_block,
             window=cache.window,
             planes=cache.planes,
         )
-        for cache in dict.fromkeys(own for own in caches if own is not None)
+        for cache, layers in held.items()
     )
 
 
@@ -61,6 +85,7 @@ class Step:
     positions: torch.Tensor
     turns: tuple[torch.Tensor, ...]
     attention: Attention
+    states: States | None
 
 
 class LayerStack(CausalLM):
@@ -69,7 +94,7 @@ class LayerStack(CausalLM):
     def __init__(
         self,
         shape: Shape,
-        caches: Sequence[LayerCache | None],
+        caches: Sequence[Cached],
         ropes: Sequence[Rope],
         weights: Weights,
         operators: Operators,
@@ -77,15 +102,17 @@ class LayerStack(CausalLM):
         norm_offset: float = 0.0,
         embedding_scale: float = 1.0,
         logit_cap: float | None = None,
+        names: StackNames = USUAL_NAMES,
     ) -> None:
         self.shape = shape
-        self.prefix = find_prefix(weights)
+        self.prefix = find_prefix(weights, names)
         self._caches = tuple(caches)
         self._ropes = tuple(ropes)
         self._embedding_scale, self._logit_cap = embedding_scale, logit_cap
         size = (shape.vocab_size, shape.hidden_size)
-        self._embedding = weights.get(f"{self.prefix}embed_tokens.weight", size)
-        self._norm = load_norm(operators, weights, f"{self.prefix}norm", shape.hidden_size, shape.norm_eps, norm_offset)
+        self._embedding = weights.get(f"{self.prefix}{names.embedding}.weight", size)
+        norm = f"{self.prefix}{names.norm}"
+        self._norm = load_norm(operators, weights, norm, shape.hidden_size, shape.norm_eps, norm_offset)
         head = self._embedding if shape.tied else weights.get(_head_name(self.prefix), size)
         self._head = operators.linear(head, None)
 
@@ -102,7 +129,7 @@ class LayerStack(CausalLM):
             if self._embedding_scale != 1.0:
                 x = x * self._embedding_scale
             turns = tuple(rope.turn(batch.positions) for rope in self._ropes)
-            x = self._run(x, Step(batch.token_ids, batch.positions, turns, batch.attention))
+            x = self._run(x, Step(batch.token_ids, batch.positions, turns, batch.attention, batch.states))
             logits = self._head(self._norm(x.index_select(0, batch.logit_rows))).float()
             return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
 
@@ -111,13 +138,13 @@ class LayerStack(CausalLM):
         """x: [tokens, hidden]. The hidden states before the final norm."""
 
 
-def find_prefix(weights: Weights) -> str:
+def find_prefix(weights: Weights, names: StackNames) -> str:
     """Raises CheckpointError when the embedding is nowhere."""
-    for prefix in PREFIXES:
-        if f"{prefix}embed_tokens.weight" in weights:
+    for prefix in names.prefixes:
+        if f"{prefix}{names.embedding}.weight" in weights:
             return prefix
-    names = ", ".join(f"{prefix}embed_tokens.weight" for prefix in PREFIXES)
-    raise CheckpointError(f"the checkpoint has none of the tensors {names}", field="model")
+    tried = ", ".join(f"{prefix}{names.embedding}.weight" for prefix in names.prefixes)
+    raise CheckpointError(f"the checkpoint has none of the tensors {tried}", field="model")
 
 
 def _head_name(prefix: str) -> str:

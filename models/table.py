@@ -41,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     "kvferry.models.gpt_oss:GptOss": Family(_FULL_AND_WINDOW, apart=("V2",)),
     "kvferry.models.llama4:Llama4": Family((GroupKind.CHUNKED, GroupKind.FULL), apart=("V2",)),
     "kvferry.models.llama:Llama": Family(_FULL_AND_WINDOW, apart=("V1", "V2")),
+    "kvferry.models.nemotron_h:NemotronH": Family((GroupKind.FULL, GroupKind.CONV, GroupKind.SSM), apart=("V1", "V2")),
     "kvferry.models.sparse_llama:SparseLlama": Family(_FULL_AND_WINDOW),
 }
 """By the path that cards name."""

@@ -23,6 +23,7 @@ GEMMA4 = "kvferry.models.gemma4:Gemma4"
 SPARSE_LLAMA = "kvferry.models.sparse_llama:SparseLlama"
 GPT_OSS = "kvferry.models.gpt_oss:GptOss"
 LLAMA4 = "kvferry.models.llama4:Llama4"
+NEMOTRON_H = "kvferry.models.nemotron_h:NemotronH"
 
 
 def lookup(config: Config, key: str, default: Any) -> Any:
@@ -102,7 +103,7 @@ PREFERRING = (
         "GlmMoeDsaForCausalLM", "glm_moe_dsa", requires_manager=_indexed_manager, example={"index_topk": 2048}
     ),
     _prefers_both("MistralLarge3ForCausalLM", "mistral"),
-    _prefers_both("NemotronHForCausalLM", "nemotron_h", **_NEMOTRON_H),
+    _prefers_both("NemotronHForCausalLM", "nemotron_h", implementation=NEMOTRON_H, **_NEMOTRON_H),
     _prefers_both("NemotronHPuzzleForCausalLM", "nemotron_h_puzzle", **_NEMOTRON_H),
     _wrapper("NemotronH_Nano_VL_V2", "NemotronH_Nano_VL_V2", "NemotronHForCausalLM", "llm_config"),
     _wrapper(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from kvferry.core import AxisOrder, ConfigError, DType, GroupKind, KVLayout
+from kvferry.core import AxisOrder, DType, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention, decode_batches
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.operators import operators_for
@@ -191,10 +191,16 @@ def test_batches_weigh_padding_against_calls() -> None:
     assert sorted(index for batch in squares for index in batch) == list(range(39))
 
 
-def test_a_state_group_is_refused() -> None:
-    layout = KVLayout(GroupKind.SSM, (0,), KV_HEADS, DIM)
-    with pytest.raises(ConfigError, match="a ssm layer group has no K and V"):
-        PagedAttention([nan_pool(layout)], [AttentionChunk(0, 1, ((0,),), (0,))])
+def test_groups_of_states_are_left_alone() -> None:
+    """The kernels would refuse what is no K and V; a layer of states has nothing to attend over."""
+    states = nan_pool(KVLayout(GroupKind.SSM, (5,), KV_HEADS, DIM, tokens_per_block=1))
+    full = Scene(nan_pool(layout_of()), [9])
+    chunk = AttentionChunk(0, 9, ((0,), full.tables[0]), (0, 0))
+    attention = PagedAttention([states, full.pool], [chunk], Scene.kernels)
+    q, k, v = full.qkv[0][0].split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    torch.testing.assert_close(attention(0, q, k, v, SCALE), full.expected(0, 0, 0, 9), rtol=0, atol=2e-6)
+    with pytest.raises(KeyError):
+        attention(5, q, k, v, SCALE)
 
 
 # -- the real model, against transformers ---------------------------------------------------------------

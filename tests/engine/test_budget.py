@@ -38,6 +38,10 @@ def test_a_plan_never_overshoots_and_never_starves(lengths: list[int], budget: i
     assert not lengths or sum(plan) > 0
 
 
+def test_a_chunk_is_no_longer_than_it_may_be_and_what_it_leaves_goes_to_the_next() -> None:
+    assert plan_chunks([Item(40), Item(1), Item(40), Item(40)], 64, [16, 3, 24, 24]) == [16, 1, 24, 23]
+
+
 def test_the_budget_follows_a_slow_machine_down_at_once() -> None:
     budget = StepBudget(512, 250.0)
     budget.observe(64, 1.0)  # 15.6 ms per token: 12.8 affordable, the least is taken

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import random_checkpoint
-from families import BLOCK, FAMILIES, LENGTHS, NEEDS_V2
+from families import BLOCK, FAMILIES, LENGTHS, NEEDS_V2, WITHOUT_REUSE
 
 from kvferry.core import SamplingParams
 from kvferry.engine import LLM
@@ -51,7 +51,8 @@ def test_golden_at_every_boundary_and_again_from_the_cache(
     model = reference.load(model_dir)
     prompts = prompts_of(model.config.vocab_size)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    settings: dict[str, Any] = {"threads": 1, "tokens_per_block": BLOCK}
+    reuse = (name, manager) not in WITHOUT_REUSE
+    settings: dict[str, Any] = {"threads": 1, "tokens_per_block": BLOCK, "prefix_reuse": reuse}
     with LLM(model_dir, manager=manager, kv_bytes=16 << 20, step_token_budget=22, **settings) as llm:
         assert llm.manager.version == manager
         first, again = llm.generate(asked, GREEDY), llm.generate(asked, GREEDY)
@@ -59,7 +60,7 @@ def test_golden_at_every_boundary_and_again_from_the_cache(
             assert len(cold.token_ids) == len(warm.token_ids) == 32
             assert_golden(model, prompt, cold.token_ids)
             assert_golden(model, prompt, warm.token_ids)
-            assert warm.usage.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+            assert warm.usage.cached_tokens == ((len(prompt) - 1) // BLOCK * BLOCK if reuse else 0)
         llm.manager.check_integrity()
         assert llm.manager.counts().free == llm.manager.counts().total
 

@@ -11,7 +11,7 @@ import torch
 from checkpoints import random_checkpoint
 
 from kvferry.core import DType, GroupKind, KVLayout
-from kvferry.models import ForwardBatch, load_model, torch_operators
+from kvferry.models import ForwardBatch, StateRun, load_model, torch_operators
 from kvferry.models.rope import rotate
 
 Logits = Callable[[Path, Sequence[int]], torch.Tensor]
@@ -54,6 +54,33 @@ def _dense_attention(layouts: Sequence[KVLayout]) -> Callable[..., torch.Tensor]
     return attend
 
 
+class FreshStates:
+    """One sequence from its first token on: what it reads is zero, unless it has been written before."""
+
+    def __init__(self, layouts: Sequence[KVLayout]) -> None:
+        self._layouts = {(layer, layout.kind): layout for layout in layouts for layer in layout.layers}
+        self._written: dict[tuple[int, GroupKind], torch.Tensor] = {}
+        self.runs: tuple[StateRun, ...] = ()
+
+    def next(self, tokens: int) -> FreshStates:
+        """Ready for a step of so many tokens."""
+        self.runs = (StateRun((0,), tokens, torch.arange(tokens)),)
+        return self
+
+    def read(self, layer: int, kind: GroupKind, run: StateRun) -> torch.Tensor:
+        layout = self._layouts[layer, kind]
+        found = self._written.get((layer, kind), torch.zeros(1, layout.kv_heads, layout.head_dim))
+        return found.view(1, layout.kv_heads, layout.head_dim).clone()
+
+    def write(self, layer: int, kind: GroupKind, run: StateRun, states: torch.Tensor) -> None:
+        self._written[layer, kind] = states.clone()
+
+
+@pytest.fixture(scope="session")
+def fresh_states() -> type[FreshStates]:
+    return FreshStates
+
+
 @pytest.fixture(scope="session")
 def our_logits() -> Logits:
     """`our_logits(model_dir, token_ids)`: float32 [tokens, vocab] of the native model."""
@@ -61,25 +88,26 @@ def our_logits() -> Logits:
     def run(model_dir: Path, token_ids: Sequence[int]) -> torch.Tensor:
         model = load_model(model_dir, torch_operators())
         rows = torch.arange(len(token_ids))
-        batch = ForwardBatch(
-            torch.tensor(list(token_ids)), rows, rows, _dense_attention(model.layouts(16, DType.FLOAT32))
-        )
+        layouts = model.layouts(16, DType.FLOAT32)
+        states = FreshStates(layouts).next(len(rows))
+        batch = ForwardBatch(torch.tensor(list(token_ids)), rows, rows, _dense_attention(layouts), states)
         return model.forward(batch)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def assert_logits(our_logits: Logits, reference: Any) -> Callable[[Path], None]:
-    """`assert_logits(model_dir)`: at every one of 100 positions the logits are those of transformers."""
+def assert_logits(our_logits: Logits, reference: Any) -> Callable[..., None]:
+    """`assert_logits(model_dir)`: at every one of 100 positions the logits are those of transformers. within: the
+    tolerance, in shares of the largest logit."""
 
-    def check(model_dir: Path) -> None:
+    def check(model_dir: Path, within: float = 1e-4) -> None:
         model = reference.load(model_dir)
         vocab = model.config.get_text_config().vocab_size
         token_ids = torch.randint(3, vocab, (100,), generator=torch.Generator().manual_seed(7)).tolist()
         expected = reference.logits(model, token_ids)
         assert expected.std() > 0.1, "a flat reference would prove nothing"
-        tolerance = 1e-4 * max(1.0, float(expected.abs().max()))
+        tolerance = within * max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(our_logits(model_dir, token_ids), expected, rtol=0, atol=tolerance)
 
     return check

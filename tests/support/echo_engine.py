@@ -26,15 +26,24 @@ from kvferry.core.layout import GroupKind
 from kvferry.engine import Chunk, EngineSettings, GenerationScheduler, Sampled
 from kvferry.engine import Sequence as EngineSequence
 from kvferry.kvcache import KVCacheManager, KVPool, create_manager
+from kvferry.kvcache.pool import slot_counts
 
 BLOCK = 4
 VOCAB = 1000
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0,), kv_heads=1, head_dim=1, tokens_per_block=BLOCK)
+STATE = KVLayout(GroupKind.SSM, layers=(1,), kv_heads=1, head_dim=1, tokens_per_block=1, planes=1)
 
 
 def next_token(tokens: Sequence[int]) -> int:
     digest = hashlib.sha256(str(list(tokens)).encode()).digest()
     return 1 + int.from_bytes(digest[:4], "big") % (VOCAB - 1)
+
+
+def next_state(state: int, tokens: Sequence[int]) -> int:
+    """What a recurrence over `tokens` makes of a state; small enough to be exact in float32."""
+    for token in tokens:
+        state = (31 * state + token) % 65_521
+    return state
 
 
 def expected_output(prompt: Sequence[int], count: int) -> list[int]:
@@ -46,7 +55,7 @@ def expected_output(prompt: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class EchoRunner:
-    """Stands where ModelRunner does. `fail` makes a step raise."""
+    """Stands where ModelRunner does. `fail` makes a step raise, and so does a state that is not that of its tokens."""
 
     settings: EngineSettings
     limits: ModelLimits = field(default_factory=lambda: ModelLimits(VOCAB, 4096))
@@ -58,15 +67,20 @@ class EchoRunner:
         if self.fail(chunks):
             raise RuntimeError("injected")
         self.steps.append(sum(chunk.length for chunk in chunks))
-        return [self._run(chunk, pools[0]) for chunk in chunks]
+        return [self._run(chunk, *pools) for chunk in chunks]
 
-    def _run(self, chunk: Chunk, pool: KVPool) -> Sampled | None:
+    def _run(self, chunk: Chunk, pool: KVPool, states: KVPool | None = None) -> Sampled | None:
         sequence, cache = chunk.sequence, chunk.cache
         table = list(cache.block_table(0))
         completes = chunk.completes
         for position in range(cache.history, cache.history + chunk.length):
             slot, offset = table[position // BLOCK], position % BLOCK
             pool.view[slot, 0, :, 0, offset, 0] = float(sequence.tokens[position])
+        if states is not None:
+            (slot,) = cache.block_table(1)
+            stop, state = cache.history + chunk.length, int(states.view[slot].item())
+            assert state == next_state(0, sequence.tokens[: cache.history])
+            states.view[slot] = float(next_state(state, sequence.tokens[cache.history : stop]))
         cache.advance(cache.history + chunk.length)
         cache.commit(sequence.tokens)
         if not completes:
@@ -115,10 +129,22 @@ class Bench:
         return last
 
 
-def make_bench(blocks: int = 64, version: str = "V2", host_blocks: int = 0, **settings: Any) -> Bench:
-    runner = EchoRunner(EngineSettings(tokens_per_block=BLOCK, **settings))
+def _nbytes(layouts: Sequence[KVLayout], blocks: int) -> int:
+    return sum(slots * layout.slot_nbytes for slots, layout in zip(slot_counts(layouts, blocks), layouts, strict=True))
+
+
+def make_bench(
+    blocks: int = 64, version: str = "V2", host_blocks: int = 0, states: bool = False, **settings: Any
+) -> Bench:
+    """states: the model has a recurrent state too; without reuse on V1, which keeps one per request."""
+    layouts = (LAYOUT, STATE) if states else (LAYOUT,)
+    runner = EchoRunner(EngineSettings(tokens_per_block=BLOCK, **settings), layouts=layouts)
     manager = create_manager(
-        version, runner.layouts, blocks * LAYOUT.slot_nbytes, host_bytes=host_blocks * LAYOUT.slot_nbytes
+        version,
+        layouts,
+        _nbytes(layouts, blocks),
+        host_bytes=_nbytes(layouts, host_blocks) if host_blocks else 0,
+        prefix_reuse=not states or version == "V2",
     )
     events: dict[int, list[Any]] = {}
     scheduler = GenerationScheduler(

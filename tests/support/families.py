@@ -13,6 +13,7 @@ from transformers import (
     Llama4TextConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen3MoeConfig,
 )
 
@@ -81,6 +82,13 @@ def _qwen3_moe() -> Any:
     return Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 
 
+def _nemotron_h() -> Any:
+    kinds = ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]
+    mamba = {"mamba_num_heads": 6, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
+    sparse = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20}
+    return NemotronHConfig(**SIZES, **mamba, **sparse, layers_block_type=kinds)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": _mistral,
     "gemma3": _gemma3,
@@ -90,13 +98,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek": _deepseek,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "nemotron_h": _nemotron_h,
 }
 
 NEEDS_V2 = frozenset({"gemma4"})
 """Families that manager V1 cannot serve."""
 
+WITHOUT_REUSE = frozenset({("nemotron_h", "V1")})
+"""Families that cannot reuse prefixes on a manager: V1 keeps one state per request."""
+
 DISAGGREGATED = {
-    "V2": ("mistral", "gemma3", "gemma4", "llama4", "gpt_oss", "deepseek"),
-    "V1": ("gemma3", "deepseek"),
+    "V2": ("mistral", "gemma3", "gemma4", "llama4", "gpt_oss", "deepseek", "nemotron_h"),
+    "V1": ("gemma3", "deepseek", "nemotron_h"),
 }
 """Per manager, which go through two processes: one of each kind of cache, since a cluster takes its time to start."""
