@@ -125,8 +125,8 @@ class BeamSearcher:
         if not isinstance(cache, ForkableCache):
             cache.close()
             raise ConfigError(
-                f"KV cache manager {self._manager.version} serves no beam search: build the engine with "
-                "LLM(..., beam_width=N), or with manager='V1'",
+                f"KV cache manager {self._manager.version} serves no beam search of this model: build the engine with "
+                "LLM(..., beam_width=N), or with manager='V1' (models with recurrent states have none)",
                 field="beam_width",
             )
         return _Beam(tokens, cache)

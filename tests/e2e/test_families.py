@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 from checkpoints import random_checkpoint
-from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS
+from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS, OPT_IN_REUSE
 from plain_cluster import PlainCluster
 
 from kvferry.core import DType, GroupKind, KVLayout, SamplingParams
 from kvferry.models import load_model, torch_operators
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-CASES = [(name, manager) for manager, names in DISAGGREGATED.items() for name in names]
+CASES = [(name, manager, "NIXL", "PYTHON") for manager, names in DISAGGREGATED.items() for name in names]
+CASES += [
+    ("nemotron_h", "V1", "NIXL", "CPP"),
+    ("nemotron_h", "V2", "SHM", "PYTHON"),
+    ("nemotron_h", "V1", "SHM", "CPP"),
+]
+"""Every route that states can take."""
+SNAPSHOT_TOKENS = 32
 
 
 class FamilyPair:
@@ -29,7 +36,12 @@ class FamilyPair:
 
     def cold_nbytes(self, tokens: int) -> int:
         """Of a prompt that decode knows nothing of: what its next token can look back to, in whole blocks."""
-        return sum((tokens - self._oldest(layout, tokens)) * layout.token_nbytes for layout in self.layouts)
+        return sum(
+            layout.slot_nbytes
+            if layout.kind.is_state
+            else (tokens - self._oldest(layout, tokens)) * layout.token_nbytes
+            for layout in self.layouts
+        )
 
     def _oldest(self, layout: KVLayout, tokens: int) -> int:
         if layout.window is None or self.manager == "V1":
@@ -43,7 +55,7 @@ class FamilyPair:
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path
 ) -> Iterator[FamilyPair]:
-    name, manager = request.param
+    name, manager, backend, runtime = request.param
     work_dir = tmp_path_factory.mktemp(f"{name}-{manager}")
     model_dir = random_checkpoint(FAMILIES[name](), work_dir / "model")
     for file in tiny_llama_dir.glob("tokenizer*"):
@@ -52,11 +64,14 @@ def pair(
         "kv_cache.manager": manager,
         "kv_cache.bytes": 16 << 20,
         "kv_cache.tokens_per_block": BLOCK,
+        "kv_cache.snapshot_tokens": SNAPSHOT_TOKENS,
         "engine.threads": 1,
         "state_dir": work_dir,
-        "transceiver.backend": "NIXL",
-        "transceiver.runtime": "PYTHON",
+        "transceiver.backend": backend,
+        "transceiver.runtime": runtime,
     }
+    if name in OPT_IN_REUSE and manager == "V2":
+        settings["kv_cache.prefix_reuse"] = "true"
     cluster = PlainCluster(model_dir, work_dir, settings)
     try:
         cluster.start(prefill=1, decode=1)
@@ -102,4 +117,23 @@ def test_several_at_once_are_golden(pair: FamilyPair, reference: Any, assert_gol
     prompts: Sequence[list[int]] = [prompt_of(length, 50 + length) for length in (5, 20, 31, 64, 99, 120)]
     for prompt, completed in zip(prompts, pair.cluster.complete_all(prompts, GREEDY), strict=True):
         assert_golden(model, prompt, completed.token_ids)
+    pair.cluster.assert_baseline()
+
+
+@pytest.mark.parametrize("pair", [case for case in CASES if case[:2] == ("nemotron_h", "V2")], indirect=True)
+def test_states_are_reused_where_a_snapshot_was_taken(pair: FamilyPair, reference: Any, assert_golden: Any) -> None:
+    """A prompt of whole blocks moves once; the next turn moves what follows decode's last snapshot, and one state."""
+    states = [layout for layout in pair.layouts if layout.kind.is_state]
+    model = reference.load(pair.cluster.model_dir)
+    per_token = sum(layout.token_nbytes for layout in pair.layouts if not layout.kind.is_state)
+    prompt = prompt_of(80, 3000)
+    first, again = (pair.cluster.complete(prompt, GREEDY) for _ in range(2))
+    assert first.route["transferred_bytes"] == pair.cold_nbytes(80)
+    assert again.route["transferred_bytes"] == 0
+    assert again.usage["cached_tokens"] == 64, "what prefill found: it must compute a token"
+    turn = [*prompt, *first.token_ids, *prompt_of(9, 3001)]
+    second = pair.cluster.complete(turn, GREEDY)
+    assert second.route["transferred_bytes"] == (len(turn) - 96) * per_token + sum(s.slot_nbytes for s in states)
+    for asked, completed in ((prompt, first), (prompt, again), (turn, second)):
+        assert_golden(model, asked, completed.token_ids)
     pair.cluster.assert_baseline()

@@ -15,6 +15,7 @@ from kvferry.core import SamplingParams
 from kvferry.engine import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,28 @@ def test_a_prompt_computed_in_chunks_is_the_prompt_computed_whole(name: str, fam
     for ours, theirs in zip(chunked.logprobs, whole.logprobs, strict=True):
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
         assert [value for _, value in ours.top] == pytest.approx([value for _, value in theirs.top], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("manager", "core", "host_bytes"), [("V2", "cpp", 1 << 20), ("V2", "python", 0), ("V2", "cpp", 0), ("V1", "cpp", 0)]
+)
+def test_states_survive_a_pool_that_is_too_small(
+    manager: str, core: str, host_bytes: int, family_dir: Callable[[str], Path], reference: Any, assert_golden: Any
+) -> None:
+    """Requests are suspended, with their states, where there is a tier below, else computed again."""
+    model_dir = family_dir("nemotron_h")
+    model = reference.load(model_dir)
+    prompts = [prompt[:60] for prompt in prompts_of(model.config.vocab_size) if len(prompt) >= 47]
+    settings: dict[str, Any] = {"threads": 1, "tokens_per_block": BLOCK, "prefix_reuse": manager == "V2"}
+    pool: dict[str, Any] = {"kv_bytes": 80_000, "kv_host_bytes": host_bytes, "kv_core": core}
+    with LLM(model_dir, manager=manager, snapshot_tokens=32, **pool, **settings) as llm:
+        for completion, prompt in zip(
+            llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], LONG), prompts, strict=True
+        ):
+            assert len(completion.token_ids) == LONG.max_tokens
+            assert_golden(model, prompt, completion.token_ids)
+        counted = llm.manager.statistics()
+        assert counted.refused_reservations > 0, "the pool was large enough"
+        assert (counted.resumptions > 0) == (host_bytes > 0)
+        llm.manager.check_integrity()
+        assert llm.manager.counts().free == llm.manager.counts().total

@@ -129,7 +129,7 @@ class Bench:
         return last
 
 
-def _nbytes(layouts: Sequence[KVLayout], blocks: int) -> int:
+def nbytes_of(layouts: Sequence[KVLayout], blocks: int) -> int:
     return sum(slots * layout.slot_nbytes for slots, layout in zip(slot_counts(layouts, blocks), layouts, strict=True))
 
 
@@ -142,8 +142,8 @@ def make_bench(
     manager = create_manager(
         version,
         layouts,
-        _nbytes(layouts, blocks),
-        host_bytes=_nbytes(layouts, host_blocks) if host_blocks else 0,
+        nbytes_of(layouts, blocks),
+        host_bytes=nbytes_of(layouts, host_blocks) if host_blocks else 0,
         prefix_reuse=not states or version == "V2",
     )
     events: dict[int, list[Any]] = {}

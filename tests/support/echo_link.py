@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from echo_engine import BLOCK, LAYOUT, Bench, EchoRunner
+from echo_engine import BLOCK, LAYOUT, STATE, Bench, EchoRunner, nbytes_of
 
 from kvferry.core import (
     DECODE_TRANSITIONS,
@@ -78,29 +78,46 @@ class Link:
         load = self.loads[load_id]
         hold, _, released = self.advertised[load.handle]
         source, target = self.source.pools[0].view, self.target.pools[0].view
+        nbytes = len(load.tokens) * LAYOUT.token_nbytes
         if error is None:
+            for group in range(1, len(self.source.pools) if len(load.tokens) else 1):  # states, whole
+                (here,), (there,) = load.tables[group].block_ids, hold.tables[group].block_ids
+                self.target.pools[group].view[here] = self.source.pools[group].view[there]
+                nbytes += self.source.pools[group].layout.slot_nbytes
             for position in range(load.tokens.start, load.tokens.stop):
                 block, offset = divmod(position, BLOCK)
                 here, there = load.tables[0].block_ids[block], hold.tables[0].block_ids[block]
                 target[here, ..., offset, :] = source[there, ..., offset, :]
         released()
-        load.done(LoadOutcome(len(load.tokens) * LAYOUT.token_nbytes, error, in_doubt))
+        load.done(LoadOutcome(nbytes, error, in_doubt))
 
 
 class Pair:
     """One prefill and one decode worker, stepped by hand."""
 
     def __init__(
-        self, blocks: int = 64, prefill_version: str = "V2", decode_version: str = "V2", **decode: Any
+        self,
+        blocks: int = 64,
+        prefill_version: str = "V2",
+        decode_version: str = "V2",
+        states: bool = False,
+        snapshot_tokens: int = 8,
+        **decode: Any,
     ) -> None:
-        settings = EngineSettings(tokens_per_block=BLOCK)
-        self.prefill_manager = create_manager(prefill_version, (LAYOUT,), blocks * LAYOUT.slot_nbytes)
-        self.decode_manager = create_manager(decode_version, (LAYOUT,), blocks * LAYOUT.slot_nbytes)
+        """states: the model has a recurrent state too; without reuse on V1, which keeps one per request."""
+        settings = EngineSettings(tokens_per_block=BLOCK, snapshot_tokens=snapshot_tokens)
+        layouts = (LAYOUT, STATE) if states else (LAYOUT,)
+
+        def manager(version: str) -> KVCacheManager:
+            reuse = not states or version == "V2"
+            return create_manager(version, layouts, nbytes_of(layouts, blocks), prefix_reuse=reuse)
+
+        self.prefill_manager, self.decode_manager = manager(prefill_version), manager(decode_version)
         self.link = Link(self.prefill_manager, self.decode_manager)
         self.events: dict[int, list[Any]] = {}
-        runner: Any = EchoRunner(settings)
+        runner: Any = EchoRunner(settings, layouts=layouts)
         self.prefill = PrefillScheduler(runner, self.prefill_manager, self._emit, self.link)
-        decode_runner = EchoRunner(settings)
+        decode_runner = EchoRunner(settings, layouts=layouts)
         scheduler = GenerationScheduler(decode_runner, self.decode_manager, self._emit, self.link, **decode)  # type: ignore[arg-type]
         self.decode = Bench(decode_runner, self.decode_manager, scheduler, self.events)
 

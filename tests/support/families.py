@@ -107,6 +107,9 @@ NEEDS_V2 = frozenset({"gemma4"})
 WITHOUT_REUSE = frozenset({("nemotron_h", "V1")})
 """Families that cannot reuse prefixes on a manager: V1 keeps one state per request."""
 
+OPT_IN_REUSE = frozenset({"nemotron_h"})
+"""Families that reuse no prefixes unless they are told to."""
+
 DISAGGREGATED = {
     "V2": ("mistral", "gemma3", "gemma4", "llama4", "gpt_oss", "deepseek", "nemotron_h"),
     "V1": ("gemma3", "deepseek", "nemotron_h"),
