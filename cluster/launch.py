@@ -104,7 +104,7 @@ def draw_up(config: ClusterConfig, say: Say) -> Blueprint:
         config=config,
         cluster_id=new_cluster_id(),
         model_dir=model_dir,
-        limits=model_limits(model_config, config.engine.max_context_tokens),
+        limits=model_limits(model_dir, model_config, config.engine.max_context_tokens),
         plans=plans,
         grpc_port=grpc_port,
         http_port=http_port,

@@ -107,26 +107,37 @@ def early_model_config(model: str) -> Mapping[str, Any] | None:
     return read_config(model)
 
 
-def model_limits(model_config: Mapping[str, Any], max_context_tokens: int | None) -> ModelLimits:
-    """What the router checks requests against, read from config.json (a wrapper's text part counts).
+def model_limits(model_dir: Path, model_config: Mapping[str, Any], max_context_tokens: int | None) -> ModelLimits:
+    """What the router checks requests against: what config.json says (a wrapper's text part counts), and where it
+    leaves a size out, what its model class means by that.
 
-    Raises CheckpointError for a missing key, ConfigError when the setting exceeds what the model was made for.
+    Raises CheckpointError for a bad size, ConfigError when the setting exceeds what the model was made for.
     """
     text = model_config.get("text_config")
     merged = {**model_config, **(text if isinstance(text, Mapping) else {})}
-    sizes = {}
-    for key in ("vocab_size", "max_position_embeddings"):
-        value = merged.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}", field="model")
-        sizes[key] = value
-    most = sizes["max_position_embeddings"]
-    if max_context_tokens is not None and max_context_tokens > most:
+    sizes = [merged.get(key) for key in ("vocab_size", "max_position_embeddings")]
+    if None in sizes:
+        from kvferry.models import inspect_model  # torch
+
+        limits = inspect_model(model_dir).limits
+    else:
+        limits = ModelLimits(*(_size(key, merged) for key in ("vocab_size", "max_position_embeddings")))
+    if max_context_tokens is None:
+        return limits
+    if max_context_tokens > limits.max_context_tokens:
         raise ConfigError(
-            f"engine.max_context_tokens is {max_context_tokens}, but the model was made for {most}",
+            f"engine.max_context_tokens is {max_context_tokens}, but the model was made for "
+            f"{limits.max_context_tokens}",
             field="engine.max_context_tokens",
         )
-    return ModelLimits(sizes["vocab_size"], max_context_tokens or most)
+    return ModelLimits(limits.vocab_size, max_context_tokens)
+
+
+def _size(key: str, config: Mapping[str, Any]) -> int:
+    value = config[key]
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}", field="model")
+    return value
 
 
 def router_settings(

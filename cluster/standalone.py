@@ -90,7 +90,7 @@ def _router(arguments: Arguments) -> Serve:
 
     config = arguments.config
     model_dir = _model_dir(config.model)
-    limits = model_limits(read_config(model_dir), config.engine.max_context_tokens)
+    limits = model_limits(model_dir, read_config(model_dir), config.engine.max_context_tokens)
     ports = config.router
     settings = router_settings(config, model_dir, limits, grpc_port=ports.grpc_port, http_port=ports.http_port)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import random_checkpoint
+from families import FAMILIES
+from transformers import Gemma3TextConfig
 
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.config_sources import load_config
@@ -96,14 +101,28 @@ def test_an_explicit_thread_count_is_kept() -> None:
 
 
 def test_limits_come_from_the_text_part_of_a_wrapper() -> None:
-    assert model_limits(LLAMA, None) == ModelLimits(100, 64)
-    assert model_limits(LLAMA, 32) == ModelLimits(100, 32)
+    nowhere = Path("never read")
+    assert model_limits(nowhere, LLAMA, None) == ModelLimits(100, 64)
+    assert model_limits(nowhere, LLAMA, 32) == ModelLimits(100, 32)
     wrapper = {"architectures": ["X"], "text_config": {"vocab_size": 7, "max_position_embeddings": 9}}
-    assert model_limits(wrapper, None) == ModelLimits(7, 9)
+    assert model_limits(nowhere, wrapper, None) == ModelLimits(7, 9)
+
+
+def test_a_size_that_config_json_leaves_out_is_what_the_model_class_means_by_it(tmp_path: Path) -> None:
+    model_dir = random_checkpoint(FAMILIES["gemma3"](), tmp_path)
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text())
+    assert model_limits(model_dir, config, None) == ModelLimits(211, 512)
+    del config["max_position_embeddings"]
+    path.write_text(json.dumps(config))
+    assert model_limits(model_dir, config, None) == ModelLimits(211, Gemma3TextConfig().max_position_embeddings)
+    assert model_limits(model_dir, config, 600) == ModelLimits(211, 600)
+    with pytest.raises(ConfigError, match=r"max_context_tokens is 999999, but the model was made for 131072"):
+        model_limits(model_dir, config, 999_999)
 
 
 def test_limits_beyond_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="the model was made for 64"):
-        model_limits(LLAMA, 65)
-    with pytest.raises(CheckpointError, match="vocab_size"):
-        model_limits({"max_position_embeddings": 4}, None)
+        model_limits(Path("never read"), LLAMA, 65)
+    with pytest.raises(CheckpointError, match="vocab_size must be a positive integer, got 0"):
+        model_limits(Path("never read"), {**LLAMA, "vocab_size": 0}, None)
