@@ -190,16 +190,16 @@ class TestGroups:
 
     def test_two_states_of_the_same_layers_are_told_apart(self) -> None:
         conv = replace(self.STATE, kind=GroupKind.CONV, kv_heads=1, head_dim=3)
-        assert match_groups([conv, BASE, self.STATE], [self.STATE, conv, BASE]) == ((0, 1), (1, 2), (2, 0))
-        local = [Pool(conv, [2], 4, 0), Pool(self.STATE, [1], 4, 1)]
-        remote = [Pool(self.STATE, [3], 4, 2), Pool(conv, [0], 4, 3)]
-        plan = plan_transfer(side("local", local), side("remote", remote), TokenRange(7, 50))
+        destination = [Pool(conv, [2], 4, 0), Pool(self.STATE, [1], 4, 1)]
+        source = [Pool(self.STATE, [3], 4, 2), Pool(conv, [0], 4, 3)]
+        sides = side("source", source), side("destination", destination)
+        plan = plan_transfer(*sides, TokenRange(7, 50))
         assert plan.nbytes == conv.slot_nbytes + self.STATE.slot_nbytes
         execute(plan.copies)
-        for ours, theirs in ((local[0], remote[1]), (local[1], remote[0])):
+        for ours, theirs in ((destination[0], source[1]), (destination[1], source[0])):
             slot, here, there = ours.layout.slot_nbytes, ours.table.block_ids[0], theirs.table.block_ids[0]
             assert np.array_equal(ours.bytes[here * slot :][:slot], theirs.bytes[there * slot :][:slot])
-        assert plan_transfer(side("local", local), side("remote", remote), TokenRange(50, 50)).nbytes == 0
+        assert plan_transfer(*sides, TokenRange(50, 50)).nbytes == 0
 
 
 class TestRefusals:
