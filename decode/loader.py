@@ -26,7 +26,7 @@ class TransceiverLoader:
         done: Callable[[LoadOutcome], None],
     ) -> int:
         def on_done(result: LoadResult) -> None:
-            outcome = LoadOutcome(result.nbytes, result.error, result.in_doubt)
+            outcome = LoadOutcome(result.nbytes, result.error, result.in_doubt, result.in_part)
             self._post(lambda: done(outcome))
 
         return self._transceiver.load(handle, tokens_digest, tables, tokens, on_done)

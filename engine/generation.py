@@ -29,11 +29,13 @@ DecodeSequence = Sequence[DecodeLeg]
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """How a load ended. in_doubt: the local pages may still be written to."""
+    """How a load ended. in_doubt: the local pages may still be written to. in_part: a block got only what this sequence
+    will look at, so it is no good for others."""
 
     nbytes: int = 0
     error: str | None = None
     in_doubt: bool = False
+    in_part: bool = False
 
 
 class KVLoader(Protocol):
@@ -195,7 +197,7 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         load = self._loading.pop(key)
         sequence = load.sequence
         if outcome.error is None and not sequence.leg.ended:
-            self._begin_decoding(sequence, outcome.nbytes)
+            self._begin_decoding(sequence, outcome)
             return
         self._give_pages_back(load, outcome.in_doubt)
         self._blocked_at_free = None
@@ -209,9 +211,11 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
             error = TransferError(f"loading the KV cache failed: {outcome.error}")
             self._end(sequence, DecodeLeg.FAILED, error)
 
-    def _begin_decoding(self, sequence: DecodeSequence, nbytes: int) -> None:
+    def _begin_decoding(self, sequence: DecodeSequence, outcome: LoadOutcome) -> None:
         assert sequence.cache is not None
-        sequence.transferred_bytes += nbytes
+        sequence.transferred_bytes += outcome.nbytes
+        if outcome.in_part:
+            sequence.cache.keep_private()
         # What a window had dropped at the source did not come. An advance keeps blocks that it made stale for the
         # commit to publish; the second one lets go of them before that.
         for _ in range(2):

@@ -208,9 +208,11 @@ class BatchScheduler(ABC, Generic[L]):
         ]
 
     def _take_snapshot(self, sequence: Sequence[L]) -> None:
-        """Of the state that the step, or a load, left behind, where one is due there."""
+        """Of the state that the step, or a load, left behind, where one is due there and others may have it."""
         rule, cache = self._snapshots, sequence.cache
-        if rule is not None and cache is not None and rule.due(cache.history, sequence.prompt_len):
+        if rule is None or cache is None or cache.committed < cache.history:
+            return
+        if rule.due(cache.history, sequence.prompt_len):
             cache.snapshot()
 
     def _make_room(self, sequence: Sequence[L], length: int) -> bool:

@@ -144,6 +144,10 @@ class KVCache(ABC):
         """
 
     @abstractmethod
+    def keep_private(self) -> None:
+        """From now on `commit` publishes nothing: a block holds less than its tokens would have put there."""
+
+    @abstractmethod
     def snapshot(self) -> bool:
         """Publishes a copy of the state groups' live slots for reuse by others, who may then start here. All of history
         must be committed, so that it ends with a block (CacheStateError). Without a snapshot where it ends, a prefix

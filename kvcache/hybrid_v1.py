@@ -150,6 +150,9 @@ class HybridCacheV1(KVCache):
     def commit(self, token_ids: Sequence[int]) -> None:
         self._blocks.commit(token_ids)
 
+    def keep_private(self) -> None:
+        self._blocks.keep_private()
+
     def snapshot(self) -> bool:
         return self._blocks.snapshot()
 

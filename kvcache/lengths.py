@@ -30,6 +30,7 @@ class TrackedCache(KVCache):
         self._history = reused
         self._capacity = reused
         self._state = CacheState.OPEN
+        self._private = False
 
     @property
     def committed(self) -> int:
@@ -74,8 +75,12 @@ class TrackedCache(KVCache):
         full = blocks * self._tokens_per_block
         if len(token_ids) < full:
             raise CacheStateError(f"commit: {len(token_ids)} token ids for {full} tokens in full blocks")
-        if full > self._committed:
+        if full > self._committed and not self._private:
             self._committed = self._publish(token_ids, blocks)
+
+    def keep_private(self) -> None:
+        self._check_open()
+        self._private = True
 
     @property
     def suspended(self) -> bool:

@@ -125,7 +125,7 @@ class LoadResult:
     """How a load ended. error is None when every byte arrived and the generation check passed.
 
     transfer_id: the load id that `load` returned. in_doubt: the pages may still be written to until `when_quiet`
-    says otherwise. nbytes: bytes moved. seconds: submit to DONE.
+    says otherwise. nbytes: bytes moved. seconds: submit to DONE. in_part: see `planner.arrives_in_part`.
     """
 
     transfer_id: int
@@ -134,6 +134,7 @@ class LoadResult:
     copies: int = 0
     error: str | None = None
     in_doubt: bool = False
+    in_part: bool = False
 
 
 class Transceiver(ABC):

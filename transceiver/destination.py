@@ -15,7 +15,7 @@ from kvferry.transceiver.base import Agent, Direction, LoadResult, OpState
 from kvferry.transceiver.control import ControlClient
 from kvferry.transceiver.loads import LoadTable
 from kvferry.transceiver.peers import Peers
-from kvferry.transceiver.planner import RankTables, plan_generation_reads, plan_transfer
+from kvferry.transceiver.planner import RankTables, arrives_in_part, plan_generation_reads, plan_transfer
 from kvferry.transceiver.protocol import Notification, NotificationKind, encode_notification, open_handle
 from kvferry.transceiver.scratch import Scratch
 from kvferry.transceiver.sessions import LoadSession, LoadStage, SessionState, Verdict
@@ -287,9 +287,15 @@ class Destination:
         assert load.plan is not None
         self._forget(load)
         seconds = time.monotonic() - load.submitted_s if load.begun else 0.0
-        nbytes, copies = load.plan.nbytes, len(load.plan.copies)
+        result = LoadResult(
+            load.load_id,
+            nbytes=load.plan.nbytes,
+            seconds=seconds,
+            copies=len(load.plan.copies),
+            in_part=arrives_in_part(load.plan, self._local()),
+        )
         # The caller first: it has waited for this; the source only waits to reuse its pages.
-        self._loads.succeed(load, LoadResult(load.load_id, nbytes=nbytes, seconds=seconds, copies=copies))
+        self._loads.succeed(load, result)
         self._spent[load.signed.handle.incarnation, load.signed.handle.transfer_id] = None
         while len(self._spent) > _REMEMBERED_HANDLES:
             self._spent.popitem(last=False)

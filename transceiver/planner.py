@@ -96,6 +96,17 @@ def plan_transfer(
     return TransferPlan(spans=spans, copies=copies, nbytes=nbytes)
 
 
+def arrives_in_part(plan: TransferPlan, destination: RankInfo) -> bool:
+    """Whether a block of the destination is filled from its middle on only: the source has smaller blocks, and gave up
+    those that a sliding window had passed. No token of this request looks there; one of another request, which goes on
+    from an earlier position, would."""
+    layouts = [destination.layouts[span.share.destination_group] for span in plan.spans]
+    return any(
+        span.tokens.start % layout.tokens_per_block and not layout.kind.is_state
+        for span, layout in zip(plan.spans, layouts, strict=True)
+    )
+
+
 def plan_generation_reads(source: RankTables, plan: TransferPlan) -> GenerationReads:
     """The generation word of every block of `source` that the plan reads, each once."""
     blocks: dict[int, list[tuple[_Ints, npt.NDArray[np.uint64]]]] = defaultdict(list)

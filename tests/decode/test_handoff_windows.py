@@ -1,0 +1,156 @@
+"""Hand-offs of a sliding window between workers whose blocks differ in size, by the real managers and planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from rank_memory import RESOLUTION, execute
+
+from kvferry.core import (
+    DECODE_TRANSITIONS,
+    BlockTable,
+    DecodeLeg,
+    GroupKind,
+    KVLayout,
+    Lifecycle,
+    ModelLimits,
+    OutputDelta,
+    RankInfo,
+    Role,
+    SamplingParams,
+    TokenRange,
+    WorkerRequest,
+)
+from kvferry.engine import Chunk, EngineSettings, GenerationScheduler, LoadOutcome, Sampled
+from kvferry.engine import Sequence as EngineSequence
+from kvferry.kvcache import BlockHold, KVCache, KVCacheManager, KVPool, create_manager
+from kvferry.transceiver.planner import RankTables, arrives_in_part, plan_transfer
+
+WINDOW = 10
+PROMPT = [5 + i for i in range(116)]
+
+
+def manager_of(tokens_per_block: int) -> KVCacheManager:
+    full = KVLayout(GroupKind.FULL, (0,), 1, 1, tokens_per_block=tokens_per_block)
+    windowed = replace(full, kind=GroupKind.WINDOW, layers=(1,), window=WINDOW)
+    return create_manager("V2", (full, windowed), 400 * (full.token_nbytes + windowed.token_nbytes))
+
+
+def rank_of(manager: KVCacheManager) -> RankInfo:
+    return RankInfo(
+        worker="worker",
+        role=Role.DECODE,
+        incarnation="life",
+        endpoint="here:1",
+        model_fingerprint="model",
+        resolution=RESOLUTION,
+        layouts=tuple(pool.layout for pool in manager.pools),
+        pools=tuple(pool.region for pool in manager.pools),
+        generations=tuple(pool.generation_region for pool in manager.pools),
+        agent_metadata=b"",
+        handle_key=b"k",
+    )
+
+
+def compute(cache: KVCache, pools: Sequence[KVPool], tokens: Sequence[int], stop: int) -> None:
+    """Writes every token to both groups, and checks that what it looks back to is there."""
+    for group, pool in enumerate(pools):
+        size, table, first = pool.layout.tokens_per_block, cache.block_table(group), cache.first_block(group)
+        held = pool.view[list(table), 0, :, 0, :, 0].transpose(1, 2).flatten(0, 1)  # [position, plane], a copy
+        start = first * size
+        for position in range(cache.history, stop):
+            pool.view[table[position // size - first], 0, :, 0, position % size, 0] = float(tokens[position])
+            held[position - start] = float(tokens[position])
+            oldest = max(0, position + 1 - WINDOW) if pool.layout.window else 0
+            seen = held[oldest - start : position + 1 - start, 1].tolist()
+            assert seen == list(tokens[oldest : position + 1]), f"what position {position} looks back to"
+    cache.advance(stop)
+    cache.commit(tokens)
+
+
+@dataclass
+class Runner:
+    settings: EngineSettings
+    limits: ModelLimits = field(default_factory=lambda: ModelLimits(1000, 4096))
+
+    def execute(self, chunks: Sequence[Chunk], pools: Sequence[KVPool]) -> list[Sampled | None]:
+        results = []
+        for chunk in chunks:
+            completes = chunk.completes
+            compute(chunk.cache, pools, chunk.sequence.tokens, chunk.cache.history + chunk.length)
+            results.append(Sampled(7) if completes else None)
+        return results
+
+
+@dataclass
+class Link:
+    """A loader that copies what the planner says, at once."""
+
+    source: KVCacheManager
+    target: KVCacheManager
+    hold: BlockHold
+    done: list[Callable[[], None]] = field(default_factory=list)
+
+    def start(
+        self,
+        handle: bytes,
+        digest: bytes,
+        tables: tuple[BlockTable, ...],
+        tokens: TokenRange,
+        done: Callable[[LoadOutcome], None],
+    ) -> int:
+        here = rank_of(self.target)
+        plan = plan_transfer(RankTables(rank_of(self.source), self.hold.tables), RankTables(here, tables), tokens)
+        execute(plan.copies)
+        self.done.append(lambda: done(LoadOutcome(plan.nbytes, in_part=arrives_in_part(plan, here))))
+        return 1
+
+    def cancel(self, load_id: int) -> None: ...
+
+    def quarantine(self, load_id: int, hold: BlockHold) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "shared", "reused"),
+    [(4, 16, 112, 0), (8, 16, 112, 0), (16, 16, 112, 112), (4, 4, 116, 116), (16, 4, 116, 116)],
+)
+def test_a_block_that_came_in_part_serves_its_own_request_only(
+    theirs: int, ours: int, shared: int, reused: int
+) -> None:
+    """The prompt's window begins at 107, so blocks of 4 or 8 are held from 104 on; a request that goes on from 112
+    looks back to 103, which lies in the same block of 16."""
+    prefill, decode = manager_of(theirs), manager_of(ours)
+    cache = prefill.open("", PROMPT, max_reuse=0)
+    for stop in range(1, len(PROMPT) + 1):
+        cache.reserve(stop)
+        compute(cache, prefill.pools, PROMPT, stop)
+    link = Link(prefill, decode, cache.pin())
+    events: dict[int, list[Any]] = {}
+    runner: Any = Runner(EngineSettings(tokens_per_block=ours))
+    scheduler = GenerationScheduler(runner, decode, lambda key, event: events.setdefault(key, []).append(event), link)
+
+    def sequence(prompt: Sequence[int], output: tuple[int, ...] = ()) -> EngineSequence[DecodeLeg]:
+        request = WorkerRequest("r", tuple(prompt), SamplingParams(max_tokens=4, temperature=0.0), output)
+        return EngineSequence(request, Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS), runner.limits, None)
+
+    def finish(key: int) -> OutputDelta:
+        while scheduler.step():
+            pass
+        last = events[key][-1]
+        assert isinstance(last, OutputDelta), last
+        return last
+
+    loaded = sequence(PROMPT, (7,))
+    scheduler.add_with_handle(loaded, b"handle")
+    scheduler.step()
+    for done in link.done:
+        done()
+    assert finish(loaded.key).finish_reason is not None
+    other = sequence([*PROMPT[:shared], 9, 9, 9])
+    scheduler.add(other)
+    assert finish(other.key).usage.cached_tokens == reused
+    decode.check_integrity()
+    assert decode.counts().free == decode.counts().total
