@@ -34,8 +34,8 @@ from kvferry.engine.generation import DecodeSequence, GenerationScheduler
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.settings import EngineSettings
 from kvferry.kvcache import create_manager
-from kvferry.models import read_config, resolve_model
-from kvferry.resolution import ResolveRequest, prefix_reuse_enabled, resolve
+from kvferry.models import resolve_model
+from kvferry.resolution import ResolveRequest, prefix_reuse_enabled, read_config, resolve
 from kvferry.text import Tokenizer
 
 DEFAULT_KV_BYTES = 1 << 30

@@ -13,18 +13,15 @@ from kvferry.models.base import (
 )
 from kvferry.models.convert import convert_gguf
 from kvferry.models.loader import (
-    KNOWN_MODELS,
     inspect_model,
     load_model,
     model_fingerprint,
-    read_config,
     resolve_model,
 )
 from kvferry.models.operators import Operators, PlainLinear, RMSNormOperator, SiluProduct, plain_linear, torch_operators
 from kvferry.models.progress import ProgressCallback, progress_bar
 
 __all__ = [
-    "KNOWN_MODELS",
     "Attention",
     "CausalLM",
     "Config",
@@ -45,7 +42,6 @@ __all__ = [
     "model_fingerprint",
     "plain_linear",
     "progress_bar",
-    "read_config",
     "resolve_model",
     "torch_operators",
 ]

