@@ -19,10 +19,16 @@ class PagedStates:
         self._device = pools[0].view.device
         self.runs = tuple(self._runs(chunks))
         self._where = {
-            (layer, pool.layout.kind): (pool, index, [chunk.block_tables[group][0] for chunk in chunks])
+            (layer, pool.layout.kind): (group, index)
             for group, pool in enumerate(pools)
             if pool.layout.kind.is_state
             for index, layer in enumerate(pool.layout.layers)
+        }
+        self._pools = pools
+        self._slots = {
+            (group, run.sequences): self._tensor([chunks[place].block_tables[group][0] for place in run.sequences])
+            for group in {group for group, _ in self._where.values()}
+            for run in self.runs
         }
 
     def _runs(self, chunks: Sequence[AttentionChunk]) -> list[StateRun]:
@@ -35,17 +41,19 @@ class PagedStates:
         runs = []
         for length, sequences in places.items():
             rows = [first_rows[place] + token for place in sequences for token in range(length)]
-            runs.append(StateRun(tuple(sequences), length, torch.tensor(rows, device=self._device)))
+            runs.append(StateRun(tuple(sequences), length, self._tensor(rows)))
         return runs
 
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
     def read(self, layer: int, kind: GroupKind, run: StateRun) -> torch.Tensor:
-        pool, index, slots = self._at(layer, kind, run)
-        return pool.view[slots, index].view(len(run.sequences), pool.layout.kv_heads, pool.layout.head_dim)
+        group, index = self._where[layer, kind]
+        pool = self._pools[group]
+        found = pool.view[self._slots[group, run.sequences], index]
+        return found.view(len(run.sequences), pool.layout.kv_heads, pool.layout.head_dim)
 
     def write(self, layer: int, kind: GroupKind, run: StateRun, states: torch.Tensor) -> None:
-        pool, index, slots = self._at(layer, kind, run)
-        pool.view[slots, index] = states.reshape(len(run.sequences), *pool.view.shape[2:]).to(pool.view.dtype)
-
-    def _at(self, layer: int, kind: GroupKind, run: StateRun) -> tuple[KVPool, int, torch.Tensor]:
-        pool, index, slots = self._where[layer, kind]
-        return pool, index, torch.tensor([slots[place] for place in run.sequences], device=self._device)
+        group, index = self._where[layer, kind]
+        view = self._pools[group].view
+        view[self._slots[group, run.sequences], index] = states.reshape(-1, *view.shape[2:]).to(view.dtype)

