@@ -74,6 +74,8 @@ class KVCacheConfig(Section):
     host_bytes: NumBytes = Field(default=0, ge=0, description="host memory below the pools, per worker; 0: none")
     disk_bytes: NumBytes = Field(default=0, ge=0, description="files below the host tier of V2, per worker; 0: none")
     disk_dir: str | None = Field(default=None, description="folder for these files, on every worker's machine")
+    connector: str | None = Field(default=None, description="external KV store: directory, or a package's; V1 only")
+    connector_address: str = Field(default="", description="where that store is; directory: a folder for all workers")
     tokens_per_block: int = Field(default=16, ge=1, le=1024, description="tokens of one KV block")
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")
     min_partial_tokens: int = Field(
@@ -82,6 +84,12 @@ class KVCacheConfig(Section):
     snapshot_tokens: int = Field(
         default=256, ge=1, description="V2 keeps the states of Mamba layers for reuse this many tokens apart"
     )
+
+    @model_validator(mode="after")
+    def _address_of_a_connector(self) -> KVCacheConfig:
+        if self.connector_address and self.connector is None:
+            raise ValueError("connector_address is set, but no connector that would use it")
+        return self
 
 
 class EngineConfig(Section):

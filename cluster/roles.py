@@ -85,6 +85,7 @@ def resolve_worker(config: WorkerConfig, model_config: Mapping[str, Any], enviro
         runtime=config.transceiver.runtime,
         manager=config.kv_cache.manager,
         transfer_timeout_ms=config.transceiver.transfer_timeout_ms,
+        kv_connector=config.kv_cache.connector,
         speculative=config.engine.speculative,
         prefix_reuse=config.kv_cache.prefix_reuse,
         environ=variables,

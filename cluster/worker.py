@@ -19,7 +19,7 @@ from kvferry.cluster.roles import WorkerSpec, resolve_worker
 from kvferry.cluster.worker_service import PeerBook, RoleWorker, StatusSource, WorkerIdentity, add_worker_service
 from kvferry.core import ConfigError, Resolution, Role, new_incarnation, resolved_line
 from kvferry.decode import DecodeWorker
-from kvferry.engine import ModelRunner
+from kvferry.engine import ModelRunner, open_connector
 from kvferry.kvcache import KVCacheManager, create_manager
 from kvferry.models import model_fingerprint
 from kvferry.prefill import PrefillWorker
@@ -61,6 +61,11 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
     memory = pool_memory(resolution)
     fingerprint = model_fingerprint(model_dir)
+    connector = (
+        open_connector(cache.connector, cache.connector_address, runner.layouts, fingerprint, runner.settings.precision)
+        if cache.connector is not None
+        else None
+    )
     manager = create_manager(
         resolution.manager,
         runner.layouts,
@@ -71,6 +76,7 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         host_bytes=cache.host_bytes,
         disk_bytes=cache.disk_bytes,
         disk_dir=Path(cache.disk_dir) / fingerprint / spec.name if cache.disk_dir else None,
+        connector=connector,
         allocate=memory.allocate if memory is not None else None,
     )
     tokenizer = Tokenizer.load(model_dir)

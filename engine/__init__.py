@@ -1,5 +1,6 @@
 """One aggregated worker: batching, the step (forward, sample), attention and linear operators per device, `LLM`."""
 
+from kvferry.engine.connectors import open_connector
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler, KVLoader, LoadOutcome
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.linear import linear_factory
@@ -35,4 +36,5 @@ __all__ = [
     "Sequence",
     "abort",
     "linear_factory",
+    "open_connector",
 ]

@@ -30,11 +30,12 @@ from kvferry.core import (
 )
 from kvferry.engine.beam_search import BeamPrompt, BeamSearcher
 from kvferry.engine.beams import BeamParams, FinishedBeam
+from kvferry.engine.connectors import open_connector
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.settings import EngineSettings
-from kvferry.kvcache import create_manager
-from kvferry.models import resolve_model
+from kvferry.kvcache import KVConnector, create_manager
+from kvferry.models import model_fingerprint, resolve_model
 from kvferry.resolution import ResolveRequest, prefix_reuse_enabled, read_config, resolve
 from kvferry.text import Tokenizer
 
@@ -87,8 +88,9 @@ class LLM:
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
     KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host tier. prefix_reuse:
-    None is what suits the model. beam_width: above 1, the engine gets a manager that serves `beam_search`. settings:
-    fields of `EngineSettings`. Raises ConfigError naming a setting. Not thread-safe.
+    None is what suits the model. beam_width: above 1, the engine gets a manager that serves `beam_search`.
+    kv_connector, kv_connector_address: an external KV store and where it is. settings: fields of `EngineSettings`.
+    Raises ConfigError naming a setting. Not thread-safe.
     """
 
     def __init__(
@@ -101,10 +103,12 @@ class LLM:
         kv_host_bytes: int = 0,
         prefix_reuse: bool | None = None,
         beam_width: int = 1,
+        kv_connector: str | None = None,
+        kv_connector_address: str = "",
         **settings: Any,
     ) -> None:
         model_dir = resolve_model(os.fspath(model))
-        self.resolution = _resolve(model_dir, manager, prefix_reuse, beam_width)
+        self.resolution = _resolve(model_dir, manager, prefix_reuse, beam_width, kv_connector)
         self.tokenizer = Tokenizer.load(model_dir)
         self._runner = ModelRunner.load(model_dir, EngineSettings(**settings))
         self.manager = create_manager(
@@ -114,9 +118,16 @@ class LLM:
             prefix_reuse=prefix_reuse_enabled(read_config(model_dir), self.resolution.manager, prefix_reuse),
             core=kv_core,
             host_bytes=kv_host_bytes,
+            connector=self._open_connector(kv_connector, kv_connector_address, model_dir),
         )
         self._events: list[tuple[int, object]] = []
         self._scheduler = GenerationScheduler(self._runner, self.manager, lambda *event: self._events.append(event))
+
+    def _open_connector(self, name: str | None, address: str, model_dir: Path) -> KVConnector | None:
+        if name is None:
+            return None
+        precision = self._runner.settings.precision
+        return open_connector(name, address, self._runner.layouts, model_fingerprint(model_dir), precision)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -193,6 +204,7 @@ class LLM:
 
     def close(self) -> None:
         self._scheduler.close()
+        self.manager.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -201,7 +213,9 @@ class LLM:
         self.close()
 
 
-def _resolve(model_dir: Path, manager: str, prefix_reuse: bool | None, beam_width: int) -> Resolution:
+def _resolve(
+    model_dir: Path, manager: str, prefix_reuse: bool | None, beam_width: int, kv_connector: str | None
+) -> Resolution:
     config = read_config(model_dir)
     request = ResolveRequest(
         architecture=(config.get("architectures") or [""])[0],
@@ -210,6 +224,7 @@ def _resolve(model_dir: Path, manager: str, prefix_reuse: bool | None, beam_widt
         manager=manager,
         prefix_reuse=prefix_reuse,
         beam_width=beam_width,
+        kv_connector=kv_connector,
     )
     return resolve(request)
 

@@ -11,6 +11,7 @@ from kvferry.kvcache.base import (
     OutOfBlocksError,
     TierCounts,
 )
+from kvferry.kvcache.connector import ConnectorBuilder, ConnectorParts, KVConnector
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.factory import MANAGERS, ManagerBuilder, create_manager
 from kvferry.kvcache.options import CacheOptions
@@ -21,9 +22,12 @@ __all__ = [
     "CacheOptions",
     "CacheStateError",
     "CacheStatistics",
+    "ConnectorBuilder",
+    "ConnectorParts",
     "ForkableCache",
     "KVCache",
     "KVCacheManager",
+    "KVConnector",
     "KVEventLog",
     "KVPool",
     "ManagerBuilder",

@@ -68,16 +68,19 @@ class CacheStatistics:
     """Counted since the manager was made, for metrics.
 
     prompt_tokens: given to `open`; reused_tokens: found of them, and restored_tokens: those of the found ones that were
-    brought up from a tier below. refused_reservations: for want of pages. suspensions and resumptions: that succeeded.
+    brought up from a tier below, loaded_tokens: by a connector. refused_reservations: for want of pages.
+    suspensions and resumptions: that succeeded. connector_failures: calls to it that raised.
     """
 
     opened: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     restored_tokens: int = 0
+    loaded_tokens: int = 0
     refused_reservations: int = 0
     suspensions: int = 0
     resumptions: int = 0
+    connector_failures: int = 0
 
     def opened_one(self, prompt_tokens: int, reused_tokens: int) -> None:
         self.opened += 1

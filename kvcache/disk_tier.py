@@ -8,10 +8,8 @@ the next start. Nothing here is needed for correctness; writes happen on a threa
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
-import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,21 +17,15 @@ from pathlib import Path
 
 import torch
 
-from kvferry.core import DIGEST_NBYTES, ConfigError, KVLayout, Tier
+from kvferry.core import ConfigError, KVLayout, Tier
 from kvferry.kvcache.base import TierCounts
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
+from kvferry.kvcache.records import HEADER_NBYTES, seal, sealed_digest, unseal
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"kvferry1"
-_CHECKSUM_NBYTES = 16
-_HEADER = struct.Struct(f"<8sQ{DIGEST_NBYTES}s{_CHECKSUM_NBYTES}s")  # magic, payload bytes, digest, checksum
 MAX_PENDING_WRITES = 64
-
-
-def _checksum(digest: bytes, payload: bytes) -> bytes:
-    return hashlib.blake2b(payload, digest_size=_CHECKSUM_NBYTES, key=digest).digest()
 
 
 class DiskShelf:
@@ -45,7 +37,7 @@ class DiskShelf:
         """events: told what is kept and given up."""
         self.num_slots = num_slots
         self._slot_nbytes = slot_nbytes
-        self._record_nbytes = _HEADER.size + slot_nbytes
+        self._record_nbytes = HEADER_NBYTES + slot_nbytes
         self._writer = writer
         self._events = events
         self._free = FreeSlots(num_slots)
@@ -66,9 +58,9 @@ class DiskShelf:
         """What an earlier life left behind; whether it is whole shows when it is read."""
         taken = self._free.take(self.num_slots)
         for slot in taken:
-            header = os.pread(self._file, _HEADER.size, slot * self._record_nbytes)
-            magic, nbytes, digest, _ = _HEADER.unpack(header)
-            if magic == _MAGIC and nbytes == self._slot_nbytes and digest not in self._kept:
+            header = os.pread(self._file, HEADER_NBYTES, slot * self._record_nbytes)
+            digest = sealed_digest(header, self._slot_nbytes)
+            if digest is not None and digest not in self._kept:
                 self._kept[digest] = slot
             else:
                 self._free.put(slot)
@@ -91,9 +83,8 @@ class DiskShelf:
             self._events.copied(digest, Tier.DISK)
 
     def _write(self, slot: int, digest: bytes, payload: bytes) -> None:
-        header = _HEADER.pack(_MAGIC, len(payload), digest, _checksum(digest, payload))
         try:
-            os.pwrite(self._file, header + payload, slot * self._record_nbytes)
+            os.pwrite(self._file, seal(digest, payload), slot * self._record_nbytes)
         except OSError as error:  # the record is torn, which reading it will show
             logger.warning("KV block not written to disk: %s", error)
 
@@ -111,9 +102,8 @@ class DiskShelf:
         except OSError as error:
             logger.warning("KV block not read from disk: %s", error)
             record = b""
-        payload = record[_HEADER.size :]
-        whole = _HEADER.pack(_MAGIC, self._slot_nbytes, digest, _checksum(digest, payload)) + payload
-        if record != whole or len(payload) != self._slot_nbytes:
+        payload = unseal(record, digest, self._slot_nbytes)
+        if payload is None:
             self.forget(digest)
             return None
         self._kept.move_to_end(digest)
@@ -147,7 +137,7 @@ class DiskTier:
     ) -> None:
         """folder: must be another one for every model, since digests name tokens, not weights. lead: the group by
         which events go. Raises ConfigError when the folder cannot be used or not even one block fits."""
-        row_nbytes = sum(layout.slot_nbytes + _HEADER.size for layout in layouts)
+        row_nbytes = sum(layout.slot_nbytes + HEADER_NBYTES for layout in layouts)
         if nbytes < row_nbytes:
             raise ConfigError(
                 f"kv_cache.disk_bytes is {nbytes}, but one block takes {row_nbytes} bytes: set it to 0 for no disk "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvferry.core import KVLayout, Registry
 from kvferry.kvcache.base import KVCacheManager
+from kvferry.kvcache.connector import KVConnector
 from kvferry.kvcache.hybrid_v1 import HybridManagerV1
 from kvferry.kvcache.manager_v1 import ManagerV1
 from kvferry.kvcache.manager_v2 import ManagerV2
@@ -41,6 +42,7 @@ def create_manager(
     disk_bytes: int = 0,
     disk_dir: Path | None = None,
     event_capacity: int = 0,
+    connector: KVConnector | None = None,
     allocate: Allocate | None = None,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together; the rest is explained at `CacheOptions`.
@@ -48,6 +50,6 @@ def create_manager(
     Raises ConfigError: an unknown version or core, layouts it cannot hold, or a budget below one block per layer group.
     """
     options = CacheOptions(
-        prefix_reuse, device, debug, core, host_bytes, disk_bytes, disk_dir, event_capacity, allocate
+        prefix_reuse, device, debug, core, host_bytes, disk_bytes, disk_dir, event_capacity, connector, allocate
     )
     return MANAGERS.get(version)(layouts, nbytes, options)

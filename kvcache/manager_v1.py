@@ -55,6 +55,7 @@ class LedgerV1:
         below: BelowV1,
         reuse: bool,
         events: KVEventLog | None,
+        statistics: CacheStatistics,
     ) -> None:
         self.events = events
         self.below = below
@@ -63,7 +64,7 @@ class LedgerV1:
         self.pages = pages
         self.reuse = reuse
         self.chain: dict[bytes, ChainEntry] = {}
-        self.statistics = CacheStatistics()
+        self.statistics = statistics
         self.withheld: list[int] = []  # slots a quota keeps from everybody
         self.caches: set[CacheV1] = set()
         self.holds: set[SlotHold] = set()
@@ -96,11 +97,12 @@ class LedgerV1:
         found.bring_up(slots)
         size, parent, entries = self.tokens_per_block, path[-1].digest if path else scope, []
         for start, slot in zip(range(len(path) * size, len(tokens), size), slots, strict=False):
-            entry = self.publish(parent, tokens[start : start + size], slot, priority)
+            entry, _ = self.publish(parent, tokens[start : start + size], slot, priority)
             self.adopt(entry, slot)
             parent = entry.digest
             entries.append(entry)
-        self.statistics.restored_tokens += len(entries) * size
+        self.statistics.restored_tokens += (len(found) - len(found.loaded)) * size
+        self.statistics.loaded_tokens += len(found.loaded) * size
         return entries
 
     def _digests_behind(self, scope: bytes, path: Sequence[ChainEntry], tokens: array[int]) -> list[bytes]:
@@ -142,10 +144,12 @@ class LedgerV1:
         if blocks > len(self.withheld):
             self.withheld += self.allocate(blocks - len(self.withheld), None)
 
-    def publish(self, parent: bytes, tokens: array[int], slot: int, priority: int) -> ChainEntry:
-        """The entry of the block with `tokens` behind the prefix `parent`, made of `slot` if there is none."""
+    def publish(self, parent: bytes, tokens: array[int], slot: int, priority: int) -> tuple[ChainEntry, bool]:
+        """The entry of the block with `tokens` behind the prefix `parent`, made of `slot` if there is none; whether
+        there was none."""
         digest = block_digest(parent, tokens)
         entry = self.chain.get(digest)
+        new = entry is None
         if entry is None:
             entry = ChainEntry(digest, slot, priority)
             self.store.publish(slot, entry)
@@ -153,7 +157,7 @@ class LedgerV1:
             if self.events is not None:
                 self.events.stored(digest, parent, tokens)
         entry.priority = max(entry.priority, priority)
-        return entry
+        return entry, new
 
     def adopt(self, entry: ChainEntry, mine: int) -> None:
         """The caller holds the published block instead of `mine`, which another request was first to publish."""
@@ -309,13 +313,17 @@ class CacheV1(TrackedCache, ForkableCache):
             return self._committed
         size, done = self._tokens_per_block, self._published
         packed = array("I", token_ids[done * size : blocks * size])
+        completed: dict[bytes, int] = {}
         for index in range(done, blocks):
             at = (index - done) * size
             mine = self._table[index]
-            entry = self._ledger.publish(self._digest, packed[at : at + size], mine, self._priority)
+            entry, new = self._ledger.publish(self._digest, packed[at : at + size], mine, self._priority)
+            if new:
+                completed[entry.digest] = mine
             self._ledger.adopt(entry, mine)
             self._table[index], self._digest = entry.slot, entry.digest
         self._published = blocks
+        self._ledger.below.completed(completed)
         return blocks * size
 
     def _give_back(self) -> None:
@@ -387,8 +395,11 @@ class ManagerV1(KVCacheManager):
         self._pools = tuple(build_pool(layout, num_blocks, options.device, options.allocate) for layout in layouts)
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
         pages = Pages(self._pools, options.debug)
-        below = build_below(layouts, tokens_per_block, options, pages, self._events)
-        self._ledger = LedgerV1(num_blocks, tokens_per_block, pages, below, options.prefix_reuse, self._events)
+        statistics = CacheStatistics()
+        below = build_below(layouts, tokens_per_block, options, pages, self._events, statistics)
+        self._ledger = LedgerV1(
+            num_blocks, tokens_per_block, pages, below, options.prefix_reuse, self._events, statistics
+        )
 
     @property
     def pools(self) -> tuple[KVPool, ...]:

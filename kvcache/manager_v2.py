@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core import BlockCounts, KVLayout, scope_digest
+from kvferry.core import BlockCounts, ConfigError, KVLayout, scope_digest
 from kvferry.kvcache.base import (
     CacheStateError,
     CacheStatistics,
@@ -35,6 +35,12 @@ class ManagerV2(KVCacheManager):
     version = "V2"
 
     def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
+        if options.connector is not None:
+            raise ConfigError(
+                "manager V2 serves no external KV connector: leave kv_cache.connector out, or set kv_cache.manager to "
+                "auto or V1",
+                field="kv_cache.connector",
+            )
         build_core = CORES.get(options.core)
         tokens_per_block = check_layouts(layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)

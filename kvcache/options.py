@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.kvcache.connector import KVConnector
 from kvferry.kvcache.pool import Allocate
 
 
@@ -15,8 +16,8 @@ class CacheOptions:
     core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only. host_bytes: size of the
     host tier below the pools, 0 for none. disk_bytes, disk_dir: size and folder of the disk tier below that, 0 for
     none; the folder must belong to this worker and this model. event_capacity: how many KV events are kept for
-    readers, 0 for none. allocate: where the pools live when a transceiver needs them in memory of its own; None: plain
-    memory of `device`.
+    readers, 0 for none. connector: of an external store, the manager's own from here on; V1 only. allocate: where the
+    pools live when a transceiver needs them in memory of its own; None: plain memory of `device`.
     """
 
     prefix_reuse: bool = True
@@ -27,4 +28,5 @@ class CacheOptions:
     disk_bytes: int = 0
     disk_dir: Path | None = None
     event_capacity: int = 0
+    connector: KVConnector | None = None
     allocate: Allocate | None = None

@@ -13,6 +13,7 @@ from kvferry.resolution.capabilities import ManagerCapability, RuntimeCapability
 from kvferry.resolution.card import Card, CardFacts
 from kvferry.resolution.catalog import ENTRY_POINT_GROUP, Catalog, default_catalog
 from kvferry.resolution.checkpoint import KNOWN_MODELS, KnownModel, read_config
+from kvferry.resolution.connectors import CONNECTOR_ENTRY_POINT_GROUP, connector_registry, default_connectors
 from kvferry.resolution.defaults import merge_defaults
 from kvferry.resolution.errors import ResolutionError
 from kvferry.resolution.pairing import PairFacts, can_pair, islands
@@ -22,6 +23,7 @@ from kvferry.resolution.resolver import prefix_reuse_enabled, resolve
 
 __all__ = [
     "CARDS",
+    "CONNECTOR_ENTRY_POINT_GROUP",
     "ENTRY_POINT_GROUP",
     "KNOWN_MODELS",
     "BuildGap",
@@ -40,7 +42,9 @@ __all__ = [
     "can_pair",
     "card_named",
     "check_buildable",
+    "connector_registry",
     "default_catalog",
+    "default_connectors",
     "effective_backend",
     "example_config",
     "failed_resolution_dict",

@@ -41,7 +41,7 @@ def build_gaps(
     """Why this version cannot launch the pair of `resolution`, or a feature of `request`; empty when it can.
     The model's own implementation is not looked at: `required_implementation` does that when it is loaded."""
     catalog = catalog or default_catalog()
-    gaps = [*_route_gaps(resolution, catalog), *(_feature_gaps(resolution, request) if request else ())]
+    gaps = [*_route_gaps(resolution, catalog), *(_feature_gaps(resolution, request, catalog) if request else ())]
     if catalog.managers.get(resolution.manager).implementation is None:
         message = f"KV manager {resolution.manager} is not built in this version; change {MANAGER_SETTING}"
         gaps.append(BuildGap(MANAGER_SETTING, message))
@@ -70,7 +70,7 @@ def _route_gaps(resolution: Resolution, catalog: Catalog) -> list[BuildGap]:
     return [BuildGap(setting, message)]
 
 
-def _feature_gaps(resolution: Resolution, request: ResolveRequest) -> list[BuildGap]:
+def _feature_gaps(resolution: Resolution, request: ResolveRequest, catalog: Catalog) -> list[BuildGap]:
     gaps = []
     if request.beam_width > 1 and resolution.backend != NONE_BACKEND:
         message = (
@@ -78,15 +78,15 @@ def _feature_gaps(resolution: Resolution, request: ResolveRequest) -> list[Build
             f"or set {BACKEND_SETTING} to {NONE_BACKEND}"
         )
         gaps.append(BuildGap(BEAM_SETTING, message))
-    in_use = {
-        CONNECTOR_SETTING: ("an external KV connector", request.kv_connector is not None),
-        SPECULATIVE_SETTING: ("two-model speculative decoding", request.speculative is not None),
-    }
-    gaps += [
-        BuildGap(setting, f"{feature} is not built in this version; leave {setting} out")
-        for setting, (feature, used) in in_use.items()
-        if used
-    ]
+    if request.kv_connector is not None and request.kv_connector not in catalog.connectors:
+        known = ", ".join(catalog.connectors)
+        message = (
+            f"no KV connector {request.kv_connector!r} is installed here (known: {known}); change {CONNECTOR_SETTING}"
+        )
+        gaps.append(BuildGap(CONNECTOR_SETTING, message))
+    if request.speculative is not None:
+        message = f"two-model speculative decoding is not built in this version; leave {SPECULATIVE_SETTING} out"
+        gaps.append(BuildGap(SPECULATIVE_SETTING, message))
     return gaps
 
 

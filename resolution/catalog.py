@@ -16,6 +16,7 @@ from kvferry.resolution.capabilities import (
     TransceiverCapability,
 )
 from kvferry.resolution.card import Card
+from kvferry.resolution.connectors import connector_registry, default_connectors
 from kvferry.resolution.errors import ResolutionError
 from kvferry.resolution.request import BACKEND_SETTING, DEFAULT_BACKEND, MANAGER_SETTING, NONE_BACKEND
 
@@ -74,6 +75,7 @@ class Catalog:
     cards: Registry[Card] = CARDS
     transceivers: Registry[TransceiverSource] = field(default_factory=transceiver_registry)
     managers: Registry[ManagerCapability] = field(default_factory=_builtin_managers)
+    connectors: Registry[str] = field(default_factory=connector_registry)
 
     def transceiver(self, backend: str) -> TransceiverCapability | None:
         """None on NONE. Raises ResolutionError naming the choices when `backend` is unknown."""
@@ -95,4 +97,6 @@ class Catalog:
 @cache
 def default_catalog() -> Catalog:
     """The built-in declarations and those of installed third-party packages."""
-    return Catalog(transceivers=transceiver_registry(entry_points(group=ENTRY_POINT_GROUP)))
+    return Catalog(
+        transceivers=transceiver_registry(entry_points(group=ENTRY_POINT_GROUP)), connectors=default_connectors()
+    )

@@ -17,7 +17,7 @@ TIMEOUT_SETTING = "transceiver.transfer_timeout_ms"
 MANAGER_SETTING = "kv_cache.manager"
 REUSE_SETTING = "kv_cache.prefix_reuse"
 BEAM_SETTING = "beam_width"
-CONNECTOR_SETTING = "kv_connector"
+CONNECTOR_SETTING = "kv_cache.connector"
 SPECULATIVE_SETTING = "speculative"
 
 

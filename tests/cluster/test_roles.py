@@ -42,9 +42,15 @@ def test_backend_none_has_one_role_without_a_transceiver() -> None:
     assert plan.resolution.runtime is None
 
 
+def test_a_connector_makes_both_roles_run_v1() -> None:
+    plans = _plan(kv_cache__connector="directory", kv_cache__connector_address="/tmp/kv")
+    assert {(plan.resolution.manager, plan.resolution.manager_source.value) for plan in plans} == {("V1", "demoted")}
+
+
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
+        ({"kv_cache__connector": "lmcache"}, "kv_cache.connector"),
         ({"transceiver__backend": "UCX", "transceiver__runtime": "PYTHON"}, "transceiver.runtime"),
         ({"transceiver__runtime": "CPP", "kv_cache__manager": "V2"}, "kv_cache.manager"),
         (

@@ -6,17 +6,23 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from kv_machine import CHUNKED, FULL, MLA, WINDOW, ManagerMachine
+from v1_machine import V1Machine
 
-
-class V1Machine(ManagerMachine):
-    version = "V1"
-    layouts = (FULL, WINDOW)
-    forks = True
+from kvferry.kvcache import external
 
 
 class V1HostMachine(V1Machine):
     host_blocks = 9
     debug = True
+
+
+class V1ConnectorMachine(V1Machine):
+    external = True
+    debug = True
+
+
+class V1EverythingMachine(V1ConnectorMachine):
+    host_blocks = 5
 
 
 class V2Machine(ManagerMachine):
@@ -57,6 +63,8 @@ class V2WindowsOnlyMachine(ManagerMachine):
     [
         V1Machine,
         V1HostMachine,
+        V1ConnectorMachine,
+        V1EverythingMachine,
         V2Machine,
         V2PythonMachine,
         V2HostMachine,
@@ -65,7 +73,10 @@ class V2WindowsOnlyMachine(ManagerMachine):
         V2WindowsOnlyMachine,
     ],
 )
-def test_every_step_keeps_the_invariants(machine: type[ManagerMachine], sequences: int) -> None:
+def test_every_step_keeps_the_invariants(
+    machine: type[ManagerMachine], sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "PAUSE_S", 0.0)  # a connector that failed is asked again at once
     run_state_machine_as_test(
         machine,
         settings=settings(

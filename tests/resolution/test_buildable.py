@@ -50,18 +50,20 @@ def test_a_designed_route_without_an_implementation_resolves_but_is_not_launched
     assert "(built: NIXL/PYTHON, NIXL/CPP, SHM/PYTHON, SHM/CPP)" in raised.value.message
 
 
-@pytest.mark.parametrize(
-    ("settings", "setting"),
-    [
-        ({"kv_connector": "lmcache"}, "kv_connector"),
-        ({"speculative": "two-model"}, "speculative"),
-    ],
-)
-def test_features_are_not_built(settings: dict[str, Any], setting: str) -> None:
-    request = ResolveRequest("LlamaForCausalLM", **settings)
+def test_two_model_speculation_is_not_built() -> None:
+    request = ResolveRequest("LlamaForCausalLM", speculative="two-model")
     with pytest.raises(ResolutionError, match="not built in this version") as raised:
         check_buildable(resolve(request), request)
-    assert raised.value.field == setting
+    assert raised.value.field == "speculative"
+
+
+def test_a_connector_must_be_installed() -> None:
+    request = ResolveRequest("LlamaForCausalLM", kv_connector="lmcache")
+    with pytest.raises(ResolutionError, match=r"'lmcache' is installed here \(known: directory\)") as raised:
+        check_buildable(resolve(request), request)
+    assert raised.value.field == "kv_cache.connector"
+    known = ResolveRequest("LlamaForCausalLM", kv_connector="directory")
+    check_buildable(resolve(known), known)
 
 
 def test_beams_are_served_in_process_and_not_by_a_cluster() -> None:

@@ -108,7 +108,7 @@ def test_values_are_read_whatever_their_case() -> None:
         ({"transfer_timeout_ms": True}, "transceiver.transfer_timeout_ms", "got True"),
         ({"beam_width": 0}, "beam_width", "at least 1, got 0"),
         ({"beam_width": None}, "beam_width", "at least 1, got None"),
-        ({"kv_connector": ""}, "kv_connector", "empty"),
+        ({"kv_connector": ""}, "kv_cache.connector", "empty"),
         ({"speculative": "eagle"}, "speculative", "known: two-model"),
         ({"config": []}, "config", "mapping"),
     ],

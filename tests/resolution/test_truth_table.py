@@ -247,7 +247,7 @@ ROWS = (
         "V1",
         others=(CONNECTOR, CONNECTOR | BEAMS),
         manager_source="demoted",
-        warning="kv_connector is lmcache",
+        warning="kv_cache.connector is lmcache",
     ),
     Row(19, ("SHM",), ("auto",), ("auto",), ("none", "PYTHON"), ("V2",), "PYTHON", "V2", manager_source="model"),
     Row(
@@ -343,7 +343,7 @@ ROWS = (
         ("none", "PYTHON"),
         ("V2",),
         others=(REQUIRED | CONNECTOR,),
-        error=("kv_connector", "requires KV manager V2"),
+        error=("kv_cache.connector", "requires KV manager V2"),
     ),
     Row(
         24,

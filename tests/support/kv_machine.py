@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from memory_connector import MemoryConnector
 
 from kvferry.core import BlockTable, GroupKind, KVLayout
-from kvferry.kvcache import BlockHold, CacheStateError, ForkableCache, KVCache, OutOfBlocksError, create_manager
+from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
 
 SIZE = 4  # tokens per block
 BLOCKS = 12
@@ -74,14 +75,22 @@ class ManagerMachine(RuleBasedStateMachine):
     drops_stale: ClassVar[bool] = False
     debug: ClassVar[bool] = False
     host_blocks: ClassVar[int] = 0
-    forks: ClassVar[bool] = False
+    external: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
         row_nbytes = sum(layout.slot_nbytes for layout in self.layouts)
         host_bytes = self.host_blocks * row_nbytes
+        self.connector = MemoryConnector()
+        self.has_below = bool(self.host_blocks or self.external)
         self.manager = create_manager(
-            self.version, self.layouts, BLOCKS * row_nbytes, debug=self.debug, core=self.core, host_bytes=host_bytes
+            self.version,
+            self.layouts,
+            BLOCKS * row_nbytes,
+            debug=self.debug,
+            core=self.core,
+            host_bytes=host_bytes,
+            connector=self.connector if self.external else None,
         )
         self.quota = BLOCKS
         self.start = self.manager.counts()
@@ -119,7 +128,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self._claim_copied(cache)
         if limit == prompt:
             # What lies in a tier below comes up only where there are pages for it.
-            assert cache.committed <= matched if self.host_blocks else cache.committed == matched
+            assert cache.committed <= matched if self.has_below else cache.committed == matched
         assert cache.committed == 0 or (scope, tuple(tokens[: cache.committed])) in self.published
         live = Live(cache, scope, tokens)
         self.live.append(live)
@@ -128,23 +137,6 @@ class ManagerMachine(RuleBasedStateMachine):
                 self._advance(live, prompt)
             if steps > 2:
                 self._commit(live)
-
-    @precondition(lambda self: self.forks and 0 < len(self.live) < 5)
-    @rule(data=st.data(), branches=st.booleans())
-    def fork(self, data: st.DataObject, branches: bool) -> None:
-        """branches: whether the twin goes on with other tokens."""
-        live = data.draw(st.sampled_from(self.live))
-        assert isinstance(live.cache, ForkableCache)
-        tables, history = self._tables(live), live.cache.history
-        twin = Live(live.cache.fork(), live.scope, live.tokens, live.just_committed)
-        if branches:
-            twin.tokens = live.tokens[:history] + [9] * (LENGTH - history)
-        live.forked = twin.forked = -(-history // SIZE)
-        self.live.append(twin)
-        for both in (live, twin):
-            assert (both.cache.committed, both.cache.history) == (live.cache.committed, history)
-            assert both.cache.capacity == history
-            assert self._tables(both) == [(table[: live.forked], first) for table, first in tables]
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), more=st.integers(0, 20))
@@ -263,6 +255,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def clear_reuse(self) -> None:
         self.manager.clear_reuse()
+        self.connector.blocks.clear()
         for scope in SCOPES:
             for tokens in SEQUENCES:
                 assert self.manager.match(scope, tokens) <= self._committed_by_live(scope, tokens)
@@ -360,7 +353,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def generations_rise_at_allocation_only(self) -> None:
         for group, pool in enumerate(self.manager.pools):
-            if self.host_blocks:  # blocks come up from a tier below at other times too
+            if self.has_below:  # blocks come up at other times too
                 break
             rose = (pool.generations > self.generations[group]).nonzero().flatten().tolist()
             assert set(rose) == self.claimed[group]
