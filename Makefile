@@ -16,13 +16,14 @@ DEPS_STAMP := .venv/.dependencies-stamp
 STAMP := .venv/.setup-stamp
 TYPES_STAMP := build/types/.stamp
 
-.PHONY: help setup types lint format typecheck pytest test fuzz demo bench sanitize lock clean
+.PHONY: help setup types lint format typecheck pytest test fuzz demo bench bench-peers sanitize lock clean
 help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
 	@echo 'make test    setup, linters, type checks, tests'
 	@echo 'make fuzz    many more random histories of the KV cache managers; takes an hour'
 	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
+	@echo 'make bench-peers   llama.cpp and vLLM into .venv-peers, for kvferry bench compare | serve | interference'
 	@echo 'make sanitize   the C++ transfer engine under load, with sanitizers'
 	@echo 'make lint | format | types | lock | clean'
 
@@ -90,6 +91,9 @@ bench: setup
 	@$(BIN)/kvferry bench floor
 	@$(BIN)/kvferry bench step
 	@$(BIN)/kvferry bench kvcache
+
+bench-peers: setup
+	@$(BIN)/python -P -m kvferry.bench.peers.install .venv-peers
 
 # The C++ transfer engine under load, built with ThreadSanitizer, then with the address and undefined-behaviour ones.
 ENGINE_SOURCES := $(addprefix transceiver/native/,engine.cpp faulty_backend.cpp memory_backend.cpp)

@@ -19,6 +19,9 @@ BENCHES.register("floor", "kvferry.bench.floor:main")
 BENCHES.register("transfer", "kvferry.bench.transfer:main")
 BENCHES.register("step", "kvferry.bench.step:main")
 BENCHES.register("kvcache", "kvferry.bench.kvcache:main")
+BENCHES.register("compare", "kvferry.bench.compare:main")
+BENCHES.register("serve", "kvferry.bench.serve:main")
+BENCHES.register("interference", "kvferry.bench.interference:main")
 
 
 def bench_command(

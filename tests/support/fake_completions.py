@@ -1,0 +1,76 @@
+"""A server of OpenAI-style completions that makes tokens at a fixed pace, and misbehaves when told to.
+
+    python fake_completions.py --port N [--fault FAULT] [flags of other servers, which it ignores]
+
+Faults: usage (says it made one token more), error (an error event in the middle), cut (the connection breaks off),
+refuse (status 503), silent (never serves), dies (ends at once).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TOKEN_S = 0.005
+
+
+class Completions(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fault = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def do_POST(self) -> None:
+        ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.close_connection = True
+        self.send_response(503 if self.fault == "refuse" else 200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.fault == "refuse":
+            self.wfile.write(b"no room")
+            return
+        for number in range(ask["max_tokens"]):
+            time.sleep(TOKEN_S)
+            if number == 3 and self.fault == "cut":
+                return
+            if number == 3 and self.fault == "error":
+                self._event({"error": {"message": "the worker is gone"}})
+                return
+            self._event({"choices": [{"index": 0, "text": f" word{number}"}]})
+        self._event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+        made = ask["max_tokens"] + (self.fault == "usage")
+        self._event({"choices": [], "usage": {"prompt_tokens": len(ask["prompt"]), "completion_tokens": made}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, event: dict[str, object]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def log_message(self, format: str, *values: object) -> None:
+        pass
+
+
+def serve(port: int, fault: str = "") -> ThreadingHTTPServer:
+    """Not yet started; its `server_port` says where."""
+    handler = type("Faulty", (Completions,), {"fault": fault})
+    return ThreadingHTTPServer(("127.0.0.1", port), handler)
+
+
+def main() -> None:
+    flags = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
+    fault = flags.get("--fault", "")
+    if fault == "dies":
+        sys.exit("no such model")
+    if fault == "silent":
+        time.sleep(600)
+    serve(int(flags["--port"]), fault).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
