@@ -127,6 +127,10 @@ class RouterConfig(Section):
     http_port: Port = Field(default=0, description="OpenAI-style HTTP front end; 0: any free port")
     prefill_policy: str = Field(default="least_loaded", description="how prefill workers are chosen")
     decode_policy: str = Field(default="least_loaded", description="how decode workers are chosen")
+    schedule: Literal["prefill_first", "decode_first"] = Field(
+        default="prefill_first",
+        description="decode_first: decode reserves before the prompt is computed and loads it part by part meanwhile",
+    )
     max_running: int = Field(default=256, ge=1, description="requests in the workers at once")
     max_queued: int = Field(default=1024, ge=0, description="requests waiting for a place; past it RESOURCE_EXHAUSTED")
     retries: int = Field(default=2, ge=0, description="how often a request is started again after a worker failed")

@@ -21,7 +21,7 @@ from kvferry.resolution import (
     read_config,
     resolve,
 )
-from kvferry.router import POLICIES, RouterSettings
+from kvferry.router import POLICIES, RouterSettings, Schedule
 
 _BACKEND_VARIABLES = "KVFERRY_USE_"
 
@@ -155,6 +155,7 @@ def router_settings(
         http_port=http_port,
         prefill_policy=config.router.prefill_policy,
         decode_policy=config.router.decode_policy,
+        schedule=Schedule(config.router.schedule),
         max_running=config.router.max_running,
         max_queued=config.router.max_queued,
         worker_wait_s=config.router.worker_wait_s,

@@ -47,7 +47,7 @@ from kvferry.core.request import (
 )
 from kvferry.core.resolved import Resolution, Source, resolved_line
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer import PROTOCOL_VERSION, BlockTable, RankInfo, TransferHandle
+from kvferry.core.transfer import PROTOCOL_VERSION, BlockTable, HandOffPart, RankInfo, TransferHandle
 
 __all__ = [
     "DECODE_TRANSITIONS",
@@ -69,6 +69,7 @@ __all__ = [
     "ErrorCode",
     "FinishReason",
     "GroupKind",
+    "HandOffPart",
     "IllegalTransitionError",
     "InternalError",
     "InvalidRequestError",

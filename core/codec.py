@@ -25,7 +25,7 @@ from kvferry.core.request import (
 )
 from kvferry.core.resolved import Resolution, Source
 from kvferry.core.sampling import SamplingParams, check_count
-from kvferry.core.transfer import BlockTable, RankInfo, TransferHandle
+from kvferry.core.transfer import BlockTable, HandOffPart, RankInfo, TransferHandle
 from kvferry.proto import admin_pb2, generation_pb2, worker_pb2
 
 M = TypeVar("M", bound=Message)
@@ -284,6 +284,14 @@ def blocks_from_wire(wire: admin_pb2.BlockCounts) -> BlockCounts:
 
 
 # -- transceiver ----------------------------------------------------------------------------------------
+
+
+def part_to_wire(part: HandOffPart) -> worker_pb2.HandOffPart:
+    return worker_pb2.HandOffPart(handle=part.handle, stop=part.stop)
+
+
+def part_from_wire(wire: worker_pb2.HandOffPart) -> HandOffPart:
+    return HandOffPart(wire.handle, wire.stop)
 
 
 def layout_to_wire(layout: KVLayout) -> worker_pb2.KVLayout:

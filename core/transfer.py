@@ -64,3 +64,12 @@ class TransferHandle:
     tokens: TokenRange
     blocks: tuple[BlockTable, ...]
     tokens_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffPart:
+    """An advertised stretch of a prompt whose rest is still being computed: it ends at position `stop` and begins where
+    the part before it ended."""
+
+    handle: bytes
+    stop: int

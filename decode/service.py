@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -80,6 +82,38 @@ class DecodeWorker(worker_pb2_grpc.DecodeServicer):
                         return
         except Exception as error:
             await abort(context, error, wire.request.request_id)
+
+    async def RunReserved(  # noqa: N802 - the name of the RPC
+        self, steps: AsyncIterator[worker_pb2.DecodeStep], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.DecodeReply]:
+        request_id = ""
+        try:
+            wire = (await anext(steps)).reserve
+            request_id = wire.request.request_id
+            sequence = self._sequence(wire)
+            async with self._host.run(sequence, lambda: self._scheduler.add_reserved(sequence)) as events:
+                feeding = asyncio.create_task(self._feed(sequence.key, steps))
+                try:
+                    async for event in events:
+                        assert isinstance(event, OutputDelta)
+                        yield codec.delta_to_wire(event)
+                        if event.finish_reason is not None:
+                            return
+                finally:
+                    feeding.cancel()
+        except Exception as error:
+            await abort(context, error, request_id)
+
+    async def _feed(self, key: int, steps: AsyncIterator[worker_pb2.DecodeStep]) -> None:
+        """Passes on to the engine thread what prefill says, in order."""
+        async for step in steps:
+            if step.HasField("part"):
+                self._host.thread.post(partial(self._scheduler.add_part, key, codec.part_from_wire(step.part)))
+                continue
+            request, aux = codec.request_from_wire(step.start.request), step.start.aux
+            go = partial(self._scheduler.start, key, request, step.start.handle, aux.usage.cached_tokens)
+            self._host.thread.post(go)
+            return
 
     def _sequence(self, wire: worker_pb2.DecodeRequest) -> Sequence[DecodeLeg]:
         leg = Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core import (
     BlockTable,
     DecodeLeg,
+    HandOffPart,
     KVFerryError,
     RequestCancelledError,
     TokenRange,
     TransferError,
     UnavailableError,
+    WorkerRequest,
 )
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampler import Sampled
@@ -59,14 +62,26 @@ class KVLoader(Protocol):
 
 
 @dataclass(slots=True)
-class _Load:
+class _Arrival:
+    """KV on its way from another worker, in one part or several. whole: no further part will come.
+
+    load_id: of the part that is being loaded. reached: the position up to which parts have arrived. in_part: see
+    `LoadOutcome`. failure: why the first one that did not failed; the sequence has no cache then.
+    """
+
     sequence: DecodeSequence
-    load_id: int
-    handle: bytes
+    parts: deque[HandOffPart] = field(default_factory=deque)
+    whole: bool = False
+    load_id: int | None = None
+    reached: int = 0
+    nbytes: int = 0
+    in_part: bool = False
+    failure: str | None = None
 
 
 class GenerationScheduler(BatchScheduler[DecodeLeg]):
-    """Runs sequences to their end. With a loader, those added with a handle load their KV instead of computing it.
+    """Runs sequences to their end. With a loader, those added with a handle load their KV instead of computing it, and
+    those that reserve load it part by part while it is computed.
 
     recompute: whether a sequence whose load failed computes its prompt here (else it fails). max_quarantined: the
     share of the blocks that may wait for late writers; beyond it nothing more is loaded.
@@ -85,17 +100,52 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         self._max_quarantined = max_quarantined
         self._loader = loader
         self._recompute = recompute
-        self._handles: dict[int, bytes] = {}
-        self._loading: dict[int, _Load] = {}
+        self._announced: dict[int, _Arrival] = {}
+        self._loading: dict[int, _Arrival] = {}
 
     def add_with_handle(self, sequence: DecodeSequence, handle: bytes) -> None:
         """As `add`, for a sequence whose KV but for the last token's is advertised under `handle`."""
+        part = HandOffPart(handle, len(sequence.tokens) - 1)
+        self._announce(_Arrival(sequence, deque([part]), whole=True))
+
+    def add_reserved(self, sequence: DecodeSequence) -> None:
+        """As `add`, for a sequence whose KV another worker is about to compute: `add_part` says where it is, and
+        `start`, which must follow, what the next token is."""
+        self._announce(_Arrival(sequence))
+
+    def add_part(self, key: int, part: HandOffPart) -> None:
+        """Unknown and ended keys are ignored."""
+        arrival = self._arrival(key)
+        if arrival is not None:
+            arrival.parts.append(part)
+            self._load_next(arrival)
+
+    def start(self, key: int, request: WorkerRequest, handle: bytes, cached_tokens: int) -> None:
+        """All that a reserved sequence lacks is advertised under `handle`, but for the KV of the last token of
+        `request`. Unknown and ended keys are ignored."""
+        arrival = self._arrival(key)
+        if arrival is None:
+            return
+        sequence = arrival.sequence
+        sequence.continue_with(request)
+        sequence.cached_tokens = cached_tokens
+        if key in self._loading:
+            sequence.mark("loading")  # what came before was hidden behind the prompt's computing
+        arrival.parts.append(HandOffPart(handle, len(sequence.tokens) - 1))
+        arrival.whole = True
+        self._load_next(arrival)
+
+    def _announce(self, arrival: _Arrival) -> None:
         if self._loader is None:
             raise TransferError("this worker has no transceiver (transceiver.backend is NONE) and got a handle")
         if self.problem:
             raise UnavailableError(self.problem, field="transceiver.max_quarantined")
-        self.add(sequence)
-        self._handles[sequence.key] = handle
+        self.add(arrival.sequence)
+        self._announced[arrival.sequence.key] = arrival
+
+    def _arrival(self, key: int) -> _Arrival | None:
+        arrival = self._announced.get(key) or self._loading.get(key)
+        return None if arrival is None or arrival.sequence.leg.ended else arrival
 
     @property
     def problem(self) -> str:
@@ -108,17 +158,17 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         )
 
     def cancel(self, key: int) -> None:
-        load = self._loading.get(key)
-        if load is None:
-            self._handles.pop(key, None)
+        arrival = self._loading.get(key)
+        if arrival is None:
+            self._announced.pop(key, None)
             super().cancel(key)
-        elif not load.sequence.leg.ended:
-            # The pages are being written: they are given back in `_loaded`.
-            self._end_loading(load, DecodeLeg.CANCELLED, RequestCancelledError("the request was cancelled"))
+        elif not arrival.sequence.leg.ended:
+            self._end_loading(arrival, DecodeLeg.CANCELLED, RequestCancelledError("the request was cancelled"))
 
     def _live(self) -> Iterator[DecodeSequence]:
         yield from super()._live()
-        yield from [load.sequence for load in self._loading.values() if not load.sequence.leg.ended]
+        arriving = [arrival.sequence for arrival in self._loading.values()]
+        yield from [sequence for sequence in arriving if not sequence.leg.ended]
 
     @property
     def _admitted(self) -> int:
@@ -133,15 +183,19 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
     def _start(self, sequence: DecodeSequence) -> bool:
         if sequence.leg.state is DecodeLeg.SUSPENDED:
             return self._resume(sequence)
-        # What is loaded starts at a block: copying a part of one first would save little.
-        loads = sequence.key in self._handles
-        cache = self._open_cache(sequence, 0 if loads else self._settings.min_partial_tokens)
+        arrival = self._announced.get(sequence.key)
+        if arrival is None:
+            cache = self._open_cache(sequence, self._settings.min_partial_tokens)
+        else:
+            # What is loaded starts at a block: copying a part of one first would save little. Without its first output
+            # token, all that is known of a sequence may be found here.
+            cache = self._open_cache(sequence, 0, 1 if arrival.whole else 0)
         if cache is None:
             return False
         sequence.attach(cache)
-        handle = self._handles.pop(sequence.key, None)
-        if handle is not None:
-            self._load(sequence, handle)
+        if arrival is not None:
+            del self._announced[sequence.key]
+            self._reserved(arrival)
         else:
             sequence.leg.to(DecodeLeg.PREFILLING)
             self._running.append(sequence)
@@ -167,54 +221,92 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         self._running.append(sequence)
         return True
 
-    def _load(self, sequence: DecodeSequence, handle: bytes) -> None:
-        cache, loader = sequence.cache, self._loader
-        assert cache is not None
-        assert loader is not None
+    def _reserved(self, arrival: _Arrival) -> None:
+        sequence = arrival.sequence
+        assert sequence.cache is not None
         sequence.leg.to(DecodeLeg.RESERVED)
-        sequence.mark("loading")
-        target = len(sequence.tokens) - 1
-        tables = tuple(
+        if arrival.whole:
+            sequence.mark("loading")
+        arrival.reached = sequence.cache.history
+        self._loading[sequence.key] = arrival
+        self._load_next(arrival)
+
+    def _load_next(self, arrival: _Arrival) -> None:
+        """Loads the next part there is, one at a time; what has failed before only tells the source to let go."""
+        sequence = arrival.sequence
+        if sequence.key not in self._loading or arrival.load_id is not None:
+            return
+        if not arrival.parts:
+            if arrival.whole:
+                self._arrived(arrival)
+            return
+        assert self._loader is not None
+        part = arrival.parts.popleft()
+        if sequence.leg.can(DecodeLeg.LOADING):
+            sequence.leg.to(DecodeLeg.LOADING)
+        start = min(part.stop, arrival.reached) if arrival.failure is None else part.stop
+        arrival.load_id = -1  # should it end before it has an id
+        try:
+            arrival.load_id = self._loader.start(
+                part.handle,
+                sequence.digest(part.stop),
+                self._tables(sequence),
+                TokenRange(start, part.stop),
+                lambda outcome: self._loaded(sequence.key, part, outcome),
+            )
+        except TransferError as error:
+            self._loaded(sequence.key, part, LoadOutcome(error=str(error)))
+
+    def _tables(self, sequence: DecodeSequence) -> tuple[BlockTable, ...]:
+        cache = sequence.cache
+        if cache is None:
+            return ()
+        return tuple(
             BlockTable(tuple(cache.block_table(group)), (), cache.first_block(group))
             for group in range(len(self.manager.pools))
         )
-        load = _Load(sequence, -1, handle)
-        self._loading[sequence.key] = load
-        sequence.leg.to(DecodeLeg.LOADING)
-        try:
-            load.load_id = loader.start(
-                handle,
-                sequence.digest(target),
-                tables,
-                TokenRange(cache.history, target),
-                lambda outcome: self._loaded(sequence.key, outcome),
-            )
-        except TransferError as error:
-            self._loaded(sequence.key, LoadOutcome(error=str(error)))
 
-    def _loaded(self, key: int, outcome: LoadOutcome) -> None:
-        """A load ended: run, compute here instead, or only give the pages back."""
-        load = self._loading.pop(key)
-        sequence = load.sequence
-        if outcome.error is None and not sequence.leg.ended:
-            self._begin_decoding(sequence, outcome)
+    def _loaded(self, key: int, part: HandOffPart, outcome: LoadOutcome) -> None:
+        """A part has come, or failed; pages that nobody waits for any more are given back."""
+        arrival = self._loading[key]
+        load_id, arrival.load_id = arrival.load_id, None
+        if arrival.sequence.leg.ended:
+            del self._loading[key]
+            self._give_pages_back(arrival.sequence, load_id, outcome.in_doubt)
             return
-        self._give_pages_back(load, outcome.in_doubt)
-        self._blocked_at_free = None
-        if sequence.leg.ended:
-            return
-        logger.warning("KV load failed: %s", outcome.error, extra={"request_id": sequence.request.request_id})
-        if self._recompute:
+        if outcome.error is None:
+            arrival.nbytes += outcome.nbytes
+            arrival.in_part |= outcome.in_part
+            arrival.reached = max(arrival.reached, part.stop)
+        elif arrival.failure is None:
+            logger.warning(
+                "KV load failed: %s", outcome.error, extra={"request_id": arrival.sequence.request.request_id}
+            )
+            arrival.failure = outcome.error
+            self._give_pages_back(arrival.sequence, load_id, outcome.in_doubt)
+            if not self._recompute:
+                self._arrived(arrival)
+                return
+        self._load_next(arrival)
+
+    def _arrived(self, arrival: _Arrival) -> None:
+        """Nothing is left to load: run, compute here instead, or fail."""
+        sequence = arrival.sequence
+        del self._loading[sequence.key]
+        if arrival.failure is None:
+            self._begin_decoding(arrival)
+        elif self._recompute:
             sequence.leg.to(DecodeLeg.QUEUED)
             self._waiting.appendleft(sequence)
         else:
-            error = TransferError(f"loading the KV cache failed: {outcome.error}")
+            error = TransferError(f"loading the KV cache failed: {arrival.failure}")
             self._end(sequence, DecodeLeg.FAILED, error)
 
-    def _begin_decoding(self, sequence: DecodeSequence, outcome: LoadOutcome) -> None:
+    def _begin_decoding(self, arrival: _Arrival) -> None:
+        sequence = arrival.sequence
         assert sequence.cache is not None
-        sequence.transferred_bytes += outcome.nbytes
-        if outcome.in_part:
+        sequence.transferred_bytes += arrival.nbytes
+        if arrival.in_part:
             sequence.cache.keep_private()
         # What a window had dropped at the source did not come. An advance keeps blocks that it made stale for the
         # commit to publish; the second one lets go of them before that.
@@ -226,12 +318,13 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         sequence.leg.to(DecodeLeg.RUNNING)
         self._running.append(sequence)
 
-    def _give_pages_back(self, load: _Load, in_doubt: bool) -> None:
-        cache = load.sequence.cache
-        assert cache is not None
-        load.sequence.cache = None
-        if in_doubt and self._loader is not None:
-            self._loader.quarantine(load.load_id, cache.quarantine())
+    def _give_pages_back(self, sequence: DecodeSequence, load_id: int | None, in_doubt: bool) -> None:
+        cache, sequence.cache = sequence.cache, None
+        if cache is None:
+            return
+        self._blocked_at_free = None
+        if in_doubt and self._loader is not None and load_id is not None:
+            self._loader.quarantine(load_id, cache.quarantine())
         else:
             cache.close()
 
@@ -248,17 +341,22 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
             self._emit(sequence.key, delta)
 
     def _end(self, sequence: DecodeSequence, leg: DecodeLeg, event: object) -> None:
-        self._handles.pop(sequence.key, None)
-        load = self._loading.get(sequence.key)
-        if load is not None:
-            self._end_loading(load, leg, event)
+        self._announced.pop(sequence.key, None)
+        arrival = self._loading.get(sequence.key)
+        if arrival is not None:
+            self._end_loading(arrival, leg, event)
         else:
             super()._end(sequence, leg, event)
 
-    def _end_loading(self, load: _Load, leg: DecodeLeg, event: KVFerryError | object) -> None:
-        """Answers the client now; the pages stay with the load until it ends."""
+    def _end_loading(self, arrival: _Arrival, leg: DecodeLeg, event: KVFerryError | object) -> None:
+        """Answers the client now; the pages stay with the load, if there is one, until it ends."""
         assert self._loader is not None
-        load.sequence.leg.to(leg)
+        sequence = arrival.sequence
+        sequence.leg.to(leg)
         self._ended[leg.value] += 1
-        self._emit(load.sequence.key, event)
-        self._loader.cancel(load.load_id)
+        self._emit(sequence.key, event)
+        if arrival.load_id is not None:
+            self._loader.cancel(arrival.load_id)
+        else:
+            del self._loading[sequence.key]
+            self._give_pages_back(sequence, None, in_doubt=False)

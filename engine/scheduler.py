@@ -99,6 +99,8 @@ class BatchScheduler(ABC, Generic[L]):
             self._take_snapshot(chunk.sequence)
             if choice is not None:
                 self._accept(chunk.sequence, choice)
+            else:
+                self._progressed(chunk.sequence)
         return True
 
     def close(self) -> None:
@@ -135,6 +137,9 @@ class BatchScheduler(ABC, Generic[L]):
     def _accept(self, sequence: Sequence[L], sampled: Sampled) -> None:
         """Takes a sampled token, emits it, and moves the sequence's leg."""
 
+    def _progressed(self, sequence: Sequence[L]) -> None:
+        """A chunk of its prompt was computed, and more is to come."""
+
     def _live(self) -> Iterator[Sequence[L]]:
         yield from list(self._running)
         yield from list(self._waiting)
@@ -169,11 +174,11 @@ class BatchScheduler(ABC, Generic[L]):
                 self._blocked_at_free = self.manager.counts().free
                 return
 
-    def _open_cache(self, sequence: Sequence[L], min_partial: int) -> KVCache | None:
+    def _open_cache(self, sequence: Sequence[L], min_partial: int, uncomputed: int = 1) -> KVCache | None:
         """A cache with room for every token so far; None when there are too few free blocks. min_partial: see
-        `KVCacheManager.open`."""
+        `KVCacheManager.open`. uncomputed: how many tokens are not to be found in it, whatever is cached."""
         tokens, scope = sequence.tokens, sequence.request.scope
-        cache = self.manager.open(scope, tokens, max_reuse=len(tokens) - 1, min_partial=min_partial)
+        cache = self.manager.open(scope, tokens, max_reuse=len(tokens) - uncomputed, min_partial=min_partial)
         try:
             cache.reserve(len(tokens))
         except OutOfBlocksError:

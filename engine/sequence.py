@@ -52,6 +52,7 @@ class Sequence(Generic[L]):
         self.cache: KVCache | None = None
         self.cached_tokens: int | None = None
         self.transferred_bytes = 0
+        self._tokenizer = tokenizer
         self._text = self._open_text(tokenizer)
         self._stop_ids = self._find_stop_ids(tokenizer)
         self._marks = {"queued": time.monotonic()}
@@ -77,6 +78,12 @@ class Sequence(Generic[L]):
         if tokenizer is None or self.request.sampling.ignore_eos:
             return stop_ids
         return stop_ids | tokenizer.eos_token_ids
+
+    def continue_with(self, request: WorkerRequest) -> None:
+        """The same request, further along: `request` has output tokens that another worker computed."""
+        self.request = request
+        self.tokens = list(request.token_ids)
+        self._text = self._open_text(self._tokenizer)
 
     # -- lengths ----------------------------------------------------------------------------------------
 

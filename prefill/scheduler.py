@@ -1,4 +1,7 @@
-"""The prefill role: compute a prompt and its first token, then hold the KV until decode has pulled it."""
+"""The prefill role: compute a prompt and its first token, then hold the KV until decode has pulled it.
+
+In parts, what a step has computed is advertised at once, so that decode pulls it while the next one is computed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.core import AuxRecord, FinishReason, KVFerryError, PrefillLeg, TokenRange
+from kvferry.core import AuxRecord, FinishReason, HandOffPart, KVFerryError, PrefillLeg, TokenRange
 from kvferry.engine import BatchScheduler, Emit, ModelRunner, Sampled, Sequence
 from kvferry.kvcache import BlockHold, KVCacheManager
 
@@ -48,6 +51,18 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         super().__init__(runner, manager, emit, PrefillLeg)
         self._advertiser = advertiser
         self._held: dict[int, _HandOff] = {}
+        self._part_stops: dict[int, int] = {}
+        self._open_parts: dict[bytes, PrefillSequence] = {}
+        layouts = [pool.layout for pool in manager.pools]
+        # A part ends with a block, which is not written again. A state is overwritten by the next step.
+        self._part_tokens = max(layout.tokens_per_block for layout in layouts)
+        self._has_parts = not any(layout.kind.is_state for layout in layouts)
+
+    def add_in_parts(self, sequence: PrefillSequence) -> None:
+        """As `add`; emits a HandOffPart for each stretch of the prompt that is computed before the last step. Models
+        with states have none: their prompt is handed off whole."""
+        self.add(sequence)
+        self._part_stops[sequence.key] = 0
 
     def counts(self) -> dict[str, int]:
         counts = super().counts()
@@ -62,6 +77,9 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         for held in list(self._held.values()):
             if held.sequence.request.request_id == request_id:
                 self._advertiser.withdraw(held.handle)
+        for handle, sequence in list(self._open_parts.items()):
+            if sequence.request.request_id == request_id:
+                self._advertiser.withdraw(handle)
 
     def _start(self, sequence: PrefillSequence) -> bool:
         cache = self._open_cache(sequence, self._settings.min_partial_tokens)
@@ -71,6 +89,46 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         sequence.leg.to(PrefillLeg.RUNNING)
         self._running.append(sequence)
         return True
+
+    def _progressed(self, sequence: PrefillSequence) -> None:
+        start = self._part_stops.get(sequence.key)
+        if start is None or not self._has_parts:
+            return
+        assert sequence.cache is not None
+        stop = sequence.cache.history // self._part_tokens * self._part_tokens
+        if stop <= start:
+            return
+        try:
+            handle = self._advertise_part(sequence, TokenRange(start, stop))
+        except KVFerryError as error:
+            self._end(sequence, PrefillLeg.FAILED, error)
+            return
+        self._part_stops[sequence.key] = stop
+        self._emit(sequence.key, HandOffPart(handle, stop))
+
+    def _advertise_part(self, sequence: PrefillSequence, tokens: TokenRange) -> bytes:
+        assert sequence.cache is not None
+        hold = sequence.cache.pin()
+
+        def released() -> None:
+            hold.release()
+            self._blocked_at_free = None
+            del self._open_parts[handle]
+
+        try:
+            handle = self._advertiser.advertise(hold, tokens, sequence.digest(tokens.stop), released)
+        except KVFerryError:
+            hold.release()
+            raise
+        self._open_parts[handle] = sequence
+        return handle
+
+    def _end(self, sequence: PrefillSequence, leg: PrefillLeg, event: object) -> None:
+        self._part_stops.pop(sequence.key, None)
+        for handle, owner in list(self._open_parts.items()):
+            if owner is sequence:
+                self._advertiser.withdraw(handle)
+        super()._end(sequence, leg, event)
 
     def _accept(self, sequence: PrefillSequence, sampled: Sampled) -> None:
         sequence.mark("prefilled")
@@ -89,7 +147,7 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         self._emit(sequence.key, PrefillResult(aux, delta.text, None, handle))
 
     def _hold(self, sequence: PrefillSequence, computed: int) -> bytes:
-        """Pins the KV of the first `computed` tokens and advertises it; the cache itself is closed.
+        """Pins the KV of the first `computed` tokens and advertises what no part covers; the cache itself is closed.
 
         Raises what the transceiver raises, with nothing pinned.
         """
@@ -103,8 +161,9 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
             sequence.leg.to(PrefillLeg.RELEASED)
             self._ended[PrefillLeg.RELEASED.value] += 1
 
+        tokens = TokenRange(self._part_stops.pop(sequence.key, 0), computed)
         try:
-            handle = self._advertiser.advertise(hold, TokenRange(0, computed), sequence.digest(computed), released)
+            handle = self._advertiser.advertise(hold, tokens, sequence.digest(computed), released)
         except KVFerryError:
             hold.release()
             raise

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from kvferry.core import PREFILL_TRANSITIONS, Lifecycle, PrefillLeg, TokenRange, codec
+from kvferry.core import PREFILL_TRANSITIONS, HandOffPart, Lifecycle, PrefillLeg, TokenRange, codec
 from kvferry.engine import EngineHost, EngineState, ModelRunner, Sequence, abort
 from kvferry.kvcache import BlockHold, KVCacheManager
 from kvferry.prefill.scheduler import PrefillResult, PrefillScheduler
@@ -70,16 +70,33 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
             result = await self._run(wire)
         except Exception as error:
             await abort(context, error, wire.request_id)
-        return worker_pb2.PrefillReply(
-            aux=codec.aux_to_wire(result.aux),
-            finish_reason=codec.finish_to_wire(result.finish_reason),
-            handle=result.handle,
-            text=result.text,
-        )
+        return _reply(result)
+
+    async def RunInParts(  # noqa: N802 - the name of the RPC
+        self, wire: worker_pb2.WorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.PrefillStep]:
+        try:
+            sequence = self._sequence(wire)
+            async with self._host.run(sequence, lambda: self._scheduler.add_in_parts(sequence)) as events:
+                async for event in events:
+                    if isinstance(event, HandOffPart):
+                        yield worker_pb2.PrefillStep(part=codec.part_to_wire(event))
+                    else:
+                        assert isinstance(event, PrefillResult)
+                        yield worker_pb2.PrefillStep(reply=_reply(event))
+                        return
+        except asyncio.CancelledError:
+            self._abandon(wire.request_id)
+            raise
+        except Exception as error:
+            await abort(context, error, wire.request_id)
+
+    def _sequence(self, wire: worker_pb2.WorkerRequest) -> Sequence[PrefillLeg]:
+        leg = Lifecycle(PrefillLeg.QUEUED, PREFILL_TRANSITIONS)
+        return Sequence(codec.request_from_wire(wire), leg, self._runner.limits, self._tokenizer)
 
     async def _run(self, wire: worker_pb2.WorkerRequest) -> PrefillResult:
-        leg = Lifecycle(PrefillLeg.QUEUED, PREFILL_TRANSITIONS)
-        sequence = Sequence(codec.request_from_wire(wire), leg, self._runner.limits, self._tokenizer)
+        sequence = self._sequence(wire)
         try:
             async with self._host.run(sequence, lambda: self._scheduler.add(sequence)) as events:
                 result = await events.get()
@@ -106,3 +123,12 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
     ) -> worker_pb2.AbandonReply:
         self._abandon(wire.request_id)
         return worker_pb2.AbandonReply()
+
+
+def _reply(result: PrefillResult) -> worker_pb2.PrefillReply:
+    return worker_pb2.PrefillReply(
+        aux=codec.aux_to_wire(result.aux),
+        finish_reason=codec.finish_to_wire(result.finish_reason),
+        handle=result.handle,
+        text=result.text,
+    )

@@ -3,7 +3,7 @@
 from kvferry.router.facts import WorkerFacts, WorkerState
 from kvferry.router.policies import POLICIES, Policy, RoutingQuery, WorkerLoad
 from kvferry.router.server import serve_router
-from kvferry.router.settings import RouterAddresses, RouterSettings
+from kvferry.router.settings import RouterAddresses, RouterSettings, Schedule
 
 __all__ = [
     "POLICIES",
@@ -11,6 +11,7 @@ __all__ = [
     "RouterAddresses",
     "RouterSettings",
     "RoutingQuery",
+    "Schedule",
     "WorkerFacts",
     "WorkerLoad",
     "WorkerState",

@@ -1,4 +1,8 @@
-"""One attempt at a request: the prefill leg, the hand-off, the decode leg. Retrying is the driver's."""
+"""One attempt at a request: the prefill leg, the hand-off, the decode leg. Retrying is the driver's.
+
+Prefill first, a decode worker is chosen when the prompt is computed. Decode first, it has reserved room before and
+loads each part of the prompt while the next is computed, so that only the last one's transfer is waited for.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from kvferry.core import KVFerryError, OutputDelta, RequestState, Role
+from kvferry.core import KVFerryError, OutputDelta, RequestState, Role, WorkerRequest
 from kvferry.router.admission import Gate
 from kvferry.router.job import Progress, Update
 from kvferry.router.ledger import Ledger
 from kvferry.router.placement import Placement
 from kvferry.router.pool import Lease
-from kvferry.router.worker_client import LegError, PrefillResult, WorkerClients
+from kvferry.router.settings import Schedule
+from kvferry.router.worker_client import DecodeCall, LegError, PrefillResult, ReservedCall, WorkerClients
 
 logger = logging.getLogger(__name__)
 
@@ -27,25 +32,36 @@ class Legs:
     """Runs attempts. Every generator here ends its calls and gives its leases back when it is closed."""
 
     def __init__(
-        self, placement: Placement, clients: WorkerClients, ledger: Ledger, prefill_gate: Gate, queue_timeout_s: float
+        self,
+        placement: Placement,
+        clients: WorkerClients,
+        ledger: Ledger,
+        prefill_gate: Gate,
+        queue_timeout_s: float,
+        schedule: Schedule = Schedule.PREFILL_FIRST,
     ) -> None:
         self._placement = placement
         self._clients = clients
         self._ledger = ledger
         self._prefill_gate = prefill_gate
         self._queue_timeout_s = queue_timeout_s
+        self._schedule = schedule
         self._releases: set[asyncio.Task[None]] = set()
 
     async def attempt(self, progress: Progress) -> AsyncGenerator[Update, None]:
         """Yields what the client is sent. Raises LegError when a worker fails, KVFerryError when none is found."""
         with await self._placement.first(progress) as lease:
-            if lease.facts.role is Role.PREFILL:
-                updates = self._disaggregated(progress, lease)
-            else:
-                updates = self._alone(progress, lease)
+            updates = self._of(progress, lease)
             async with aclosing(updates):
                 async for update in updates:
                     yield update
+
+    def _of(self, progress: Progress, lease: Lease) -> AsyncGenerator[Update, None]:
+        if lease.facts.role is not Role.PREFILL:
+            return self._alone(progress, lease)
+        if self._schedule is Schedule.DECODE_FIRST:
+            return self._decode_first(progress, lease)
+        return self._prefill_first(progress, lease)
 
     async def close(self) -> None:
         """Waits for hand-offs that are being released; each is bounded."""
@@ -59,7 +75,7 @@ class Legs:
             async for update in updates:
                 yield update
 
-    async def _disaggregated(self, progress: Progress, lease: Lease) -> AsyncGenerator[Update, None]:
+    async def _prefill_first(self, progress: Progress, lease: Lease) -> AsyncGenerator[Update, None]:
         result = await self._prefilled(progress, lease)
         first = self._count_first(progress, lease, result)
         if result.finish_reason is not None:
@@ -83,6 +99,59 @@ class Legs:
             if progress.lifecycle.state is RequestState.TRANSFERRING:
                 release = self._clients.release(lease, result.handle, _RELEASE_TIMEOUT_S)
                 self._later(lease, progress.job.request_id, release)
+
+    async def _decode_first(self, progress: Progress, lease: Lease) -> AsyncGenerator[Update, None]:
+        with await self._placement.successor(progress, lease.worker) as decode:
+            request = progress.worker_request()
+            call = self._clients.reserve(decode, request)
+            try:
+                result = await self._prefilled_in_parts(progress, lease, request, call)
+                first = self._count_first(progress, lease, result)
+                if result.finish_reason is not None:
+                    yield progress.last(first, result.finish_reason, time.monotonic())
+                    return
+                self._ledger.moved(progress, RequestState.TRANSFERRING)
+                progress.route = replace(progress.route, decode=decode.worker, disaggregated=True)
+                failure = await self._started(progress, call, result)
+                lease.release()
+                yield first  # counted as sent already, so whatever became of the decode leg
+                if failure is not None:
+                    raise failure
+                async with aclosing(self._deltas(progress, call, alone=False)) as updates:
+                    async for update in updates:
+                        yield update
+            finally:
+                call.cancel()
+                if progress.lifecycle.state is RequestState.TRANSFERRING:
+                    abandon = self._clients.abandon(lease, request.request_id, _RELEASE_TIMEOUT_S)
+                    self._later(lease, request.request_id, abandon)
+
+    async def _started(self, progress: Progress, call: ReservedCall, result: PrefillResult) -> LegError | None:
+        try:
+            await call.start(progress.worker_request(), result.handle, result.aux)
+        except LegError as error:
+            return error
+        return None
+
+    async def _prefilled_in_parts(
+        self, progress: Progress, lease: Lease, request: WorkerRequest, call: ReservedCall
+    ) -> PrefillResult:
+        """The prefill leg, its parts passed on to the decode leg as they come."""
+        wait_s = min(self._queue_timeout_s, progress.job.deadline.left_s())
+        async with self._prefill_gate.place(wait_s):
+            self._ledger.moved(progress, RequestState.PREFILLING)
+            try:
+                await call.reserve(request)
+                async with aclosing(self._clients.prefill_in_parts(lease, request)) as steps:
+                    async for step in steps:
+                        if isinstance(step, PrefillResult):
+                            return step
+                        await call.load(step)
+                raise AssertionError("a prefill leg ends with a result or an error")
+            except BaseException:
+                abandon = self._clients.abandon(lease, request.request_id, _RELEASE_TIMEOUT_S)
+                self._later(lease, request.request_id, abandon)
+                raise
 
     async def _prefilled(self, progress: Progress, lease: Lease) -> PrefillResult:
         wait_s = min(self._queue_timeout_s, progress.job.deadline.left_s())
@@ -124,13 +193,18 @@ class Legs:
         try:
             if first is not None:
                 yield first
-            async with aclosing(call.deltas()) as deltas:
-                async for delta in deltas:
-                    if progress.lifecycle.state is RequestState.TRANSFERRING:
-                        self._ledger.moved(progress, RequestState.DECODING)
-                    yield self._counted(progress, delta, alone=result is None)
+            async with aclosing(self._deltas(progress, call, alone=result is None)) as updates:
+                async for update in updates:
+                    yield update
         finally:
             call.cancel()
+
+    async def _deltas(self, progress: Progress, call: DecodeCall, *, alone: bool) -> AsyncGenerator[Update, None]:
+        async with aclosing(call.deltas()) as deltas:
+            async for delta in deltas:
+                if progress.lifecycle.state is RequestState.TRANSFERRING:
+                    self._ledger.moved(progress, RequestState.DECODING)
+                yield self._counted(progress, delta, alone=alone)
 
     def _counted(self, progress: Progress, delta: OutputDelta, *, alone: bool) -> Update:
         if delta.transferred_bytes:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from kvferry.core import ConfigError, ModelLimits
+
+
+class Schedule(Enum):
+    """PREFILL_FIRST: a decode worker is asked once the prompt is computed. DECODE_FIRST: one reserves room before, and
+    loads what is computed while the rest is."""
+
+    PREFILL_FIRST = "prefill_first"
+    DECODE_FIRST = "decode_first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +37,7 @@ class RouterSettings:
     http_port: int = 0
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
+    schedule: Schedule = Schedule.PREFILL_FIRST
     max_running: int = 256
     max_queued: int = 1024
     queue_timeout_s: float = 60.0

@@ -15,6 +15,7 @@ from kvferry.core import (
     AuxRecord,
     DeadlineExceededError,
     FinishReason,
+    HandOffPart,
     InternalError,
     KVFerryError,
     OutputDelta,
@@ -73,13 +74,32 @@ class WorkerClients:
         call = stub.Run(codec.request_to_wire(request), timeout=request.deadline_s)
         lease.cancel_with(call.cancel)
         with _translated(lease):
-            reply = await call
-            return PrefillResult(
-                aux=codec.aux_from_wire(reply.aux),
-                finish_reason=codec.finish_from_wire(reply.finish_reason),
-                handle=reply.handle,
-                text=reply.text,
-            )
+            return _prefill_result(await call)
+
+    async def prefill_in_parts(
+        self, lease: Lease, request: WorkerRequest
+    ) -> AsyncGenerator[HandOffPart | PrefillResult, None]:
+        """Computes the prompt on the leased worker; what is there already comes in parts, the result last."""
+        stub = worker_pb2_grpc.PrefillStub(self._channel(lease))
+        call: Any = stub.RunInParts(codec.request_to_wire(request), timeout=request.deadline_s)
+        lease.cancel_with(call.cancel)
+        try:
+            with _translated(lease):
+                while (step := await call.read()) is not grpc.aio.EOF:
+                    if step.HasField("reply"):
+                        yield _prefill_result(step.reply)
+                        return
+                    yield codec.part_from_wire(step.part)
+                raise WorkerLostError("the stream ended before the prompt was computed")
+        finally:
+            call.cancel()
+
+    def reserve(self, lease: Lease, request: WorkerRequest) -> ReservedCall:
+        """Opens a decode leg on the leased worker for a prompt that is still to be computed."""
+        stub = worker_pb2_grpc.DecodeStub(self._channel(lease))
+        call = stub.RunReserved(timeout=request.deadline_s)
+        lease.cancel_with(call.cancel)
+        return ReservedCall(lease, call, request.request_id)
 
     def decode(
         self, lease: Lease, request: WorkerRequest, handle: bytes = b"", aux: AuxRecord | None = None
@@ -160,6 +180,43 @@ class DecodeCall:
                 await self._call.code()
         except TimeoutError:
             self._call.cancel()
+
+
+class ReservedCall(DecodeCall):
+    """A decode leg that is told in steps what to do: `reserve`, any parts, `start`; then iterate `deltas`. Each raises
+    LegError when the leg has failed."""
+
+    async def reserve(self, request: WorkerRequest) -> None:
+        wire = worker_pb2.DecodeRequest(request=codec.request_to_wire(request))
+        await self._write(worker_pb2.DecodeStep(reserve=wire))
+
+    async def load(self, part: HandOffPart) -> None:
+        await self._write(worker_pb2.DecodeStep(part=codec.part_to_wire(part)))
+
+    async def start(self, request: WorkerRequest, handle: bytes, aux: AuxRecord) -> None:
+        wire = worker_pb2.DecodeRequest(
+            request=codec.request_to_wire(request), handle=handle, aux=codec.aux_to_wire(aux)
+        )
+        await self._write(worker_pb2.DecodeStep(start=wire))
+        with _translated(self._lease):
+            await self._call.done_writing()
+
+    async def _write(self, step: worker_pb2.DecodeStep) -> None:
+        with _translated(self._lease):
+            try:
+                await self._call.write(step)
+            except asyncio.InvalidStateError:  # the leg ended before: its status says why
+                await self._call.read()
+                raise WorkerLostError("the stream ended before the request was finished") from None
+
+
+def _prefill_result(reply: worker_pb2.PrefillReply) -> PrefillResult:
+    return PrefillResult(
+        aux=codec.aux_from_wire(reply.aux),
+        finish_reason=codec.finish_from_wire(reply.finish_reason),
+        handle=reply.handle,
+        text=reply.text,
+    )
 
 
 @contextmanager

@@ -292,7 +292,7 @@ class Destination:
             nbytes=load.plan.nbytes,
             seconds=seconds,
             copies=len(load.plan.copies),
-            in_part=arrives_in_part(load.plan, self._local()),
+            in_part=arrives_in_part(load.plan, self._local(), load.tokens),
         )
         # The caller first: it has waited for this; the source only waits to reuse its pages.
         self._loads.succeed(load, result)

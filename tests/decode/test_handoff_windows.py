@@ -105,7 +105,7 @@ class Link:
         here = rank_of(self.target)
         plan = plan_transfer(RankTables(rank_of(self.source), self.hold.tables), RankTables(here, tables), tokens)
         execute(plan.copies)
-        self.done.append(lambda: done(LoadOutcome(plan.nbytes, in_part=arrives_in_part(plan, here))))
+        self.done.append(lambda: done(LoadOutcome(plan.nbytes, in_part=arrives_in_part(plan, here, tokens))))
         return 1
 
     def cancel(self, load_id: int) -> None: ...

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from kvferry.core import (
     AuxRecord,
     FinishReason,
+    HandOffPart,
     KVFerryError,
     ModelLimits,
     OutputDelta,
@@ -101,9 +102,12 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
     max_batch: int = 8
     on_prefill: Hook = _no_fault
     on_decode: Hook = _no_fault
+    on_reserve: Hook = _no_fault
     prefill_finish: FinishReason | None = None
     requests: list[WorkerRequest] = field(default_factory=list)
     handles: list[bytes] = field(default_factory=list)
+    reserved: list[WorkerRequest] = field(default_factory=list)
+    parts: list[HandOffPart] = field(default_factory=list)
     released: list[bytes] = field(default_factory=list)
     abandoned: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -192,14 +196,35 @@ class FakePrefill(FakeWorker):
     async def Run(self, wire: worker_pb2.WorkerRequest, context: grpc.aio.ServicerContext) -> worker_pb2.PrefillReply:  # noqa: N802
         request = codec.request_from_wire(wire)
         self.requests.append(request)
-        position = len(request.output_token_ids)
         try:
-            await self.on_prefill(request, position)
+            await self.on_prefill(request, len(request.output_token_ids))
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
         except KVFerryError as error:
             await self._abort(context, error, request.request_id)
+        return self._reply(request)
+
+    async def RunInParts(  # noqa: N802
+        self, wire: worker_pb2.WorkerRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.PrefillStep]:
+        """Two parts, of two and four tokens, and the reply."""
+        request = codec.request_from_wire(wire)
+        self.requests.append(request)
+        try:
+            for stop in (2, 4):
+                part = HandOffPart(f"{self.incarnation}/{request.request_id}/{stop}".encode(), stop)
+                yield worker_pb2.PrefillStep(part=codec.part_to_wire(part))
+            await self.on_prefill(request, len(request.output_token_ids))
+            yield worker_pb2.PrefillStep(reply=self._reply(request))
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+        except KVFerryError as error:
+            await self._abort(context, error, request.request_id)
+
+    def _reply(self, request: WorkerRequest) -> worker_pb2.PrefillReply:
+        position = len(request.output_token_ids)
         token_id = self.script.token(request, position)
         finish = self.prefill_finish
         if finish is None and position + 1 == request.sampling.max_tokens:
@@ -218,6 +243,33 @@ class FakeDecode(FakeWorker):
     """Also the aggregated worker: without a handle it computes the prompt itself."""
 
     async def Run(  # noqa: N802
+        self, wire: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.DecodeReply]:
+        async for reply in self._replies(wire, context):
+            yield reply
+
+    async def RunReserved(  # noqa: N802
+        self, steps: AsyncIterator[worker_pb2.DecodeStep], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.DecodeReply]:
+        reserved = codec.request_from_wire((await anext(steps)).reserve.request)
+        self.reserved.append(reserved)
+        try:
+            await self.on_reserve(reserved, len(reserved.output_token_ids))
+            async for step in steps:
+                if step.HasField("part"):
+                    self.parts.append(codec.part_from_wire(step.part))
+                    continue
+                async for reply in self._replies(step.start, context):
+                    yield reply
+                return
+            self.cancelled.append(reserved.request_id)  # a cancelled call has no further step
+        except asyncio.CancelledError:
+            self.cancelled.append(reserved.request_id)
+            raise
+        except KVFerryError as error:
+            await self._abort(context, error, reserved.request_id)
+
+    async def _replies(
         self, wire: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.DecodeReply]:
         request = codec.request_from_wire(wire.request)

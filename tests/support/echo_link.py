@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echo_engine import BLOCK, LAYOUT, STATE, Bench, EchoRunner, nbytes_of
@@ -13,6 +13,7 @@ from kvferry.core import (
     PREFILL_TRANSITIONS,
     BlockTable,
     DecodeLeg,
+    HandOffPart,
     Lifecycle,
     PrefillLeg,
     SamplingParams,
@@ -102,10 +103,11 @@ class Pair:
         decode_version: str = "V2",
         states: bool = False,
         snapshot_tokens: int = 8,
+        budget: int = 512,
         **decode: Any,
     ) -> None:
         """states: the model has a recurrent state too; without reuse on V1, which keeps one per request."""
-        settings = EngineSettings(tokens_per_block=BLOCK, snapshot_tokens=snapshot_tokens)
+        settings = EngineSettings(tokens_per_block=BLOCK, snapshot_tokens=snapshot_tokens, step_token_budget=budget)
         layouts = (LAYOUT, STATE) if states else (LAYOUT,)
 
         def manager(version: str) -> KVCacheManager:
@@ -127,9 +129,10 @@ class Pair:
     def add_prefill(self, prompt: Sequence[int], count: int = 8, **request: Any) -> EngineSequence[PrefillLeg]:
         sampling = request.pop("sampling", SamplingParams(max_tokens=count, temperature=0.0))
         leg = Lifecycle(PrefillLeg.QUEUED, PREFILL_TRANSITIONS)
+        add = self.prefill.add_in_parts if request.pop("in_parts", False) else self.prefill.add
         worker_request = WorkerRequest("r", tuple(prompt), sampling, **request)
         sequence = EngineSequence(worker_request, leg, self.decode.runner.limits, None)
-        self.prefill.add(sequence)
+        add(sequence)
         return sequence
 
     def prefilled(self, prompt: Sequence[int], count: int = 8, **request: Any) -> PrefillResult:
@@ -152,6 +155,22 @@ class Pair:
         self.decode.scheduler.add_with_handle(sequence, result.handle)
         self.decode.scheduler.step()
         return sequence
+
+    def reserve(self, prompt: Sequence[int], count: int = 8) -> EngineSequence[DecodeLeg]:
+        """Queued without a handle; its cache is opened with the next step."""
+        sampling = SamplingParams(max_tokens=count, temperature=0.0)
+        leg = Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS)
+        sequence = EngineSequence(WorkerRequest("r", tuple(prompt), sampling), leg, self.decode.runner.limits, None)
+        self.decode.scheduler.add_reserved(sequence)
+        self.decode.scheduler.step()
+        return sequence
+
+    def start(self, sequence: EngineSequence[DecodeLeg], result: PrefillResult) -> None:
+        request = replace(sequence.request, output_token_ids=(result.aux.first_token_id,))
+        self.decode.scheduler.start(sequence.key, request, result.handle, result.aux.usage.cached_tokens)
+
+    def parts(self, sequence: EngineSequence[PrefillLeg]) -> list[HandOffPart]:
+        return [event for event in self.events.get(sequence.key, []) if isinstance(event, HandOffPart)]
 
     def assert_nothing_held(self) -> None:
         for manager in (self.prefill_manager, self.decode_manager):

@@ -1,0 +1,172 @@
+"""Decode first: the decode worker reserves, is passed each part, and starts with the first token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry.core import FinishReason, InvalidRequestError, KVFerryError, OverloadedError, WorkerRequest, codec
+from kvferry.proto import generation_pb2 as pb
+from kvferry.router import Schedule
+
+PROMPT = [1, 2, 3, 4, 5]
+TOKENS = 20
+
+
+@pytest.fixture
+async def cluster(make_cluster: Any) -> Any:
+    return await make_cluster(schedule=Schedule.DECODE_FIRST)
+
+
+def request(max_tokens: int = TOKENS) -> pb.GenerateRequest:
+    params = pb.SamplingParams(max_tokens=max_tokens, seed=7)
+    return pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=PROMPT), sampling=params)
+
+
+async def two_pairs(cluster: Any) -> list[Any]:
+    """Both decode workers, then both prefill workers."""
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        await cluster.add(name)
+    await cluster.contact(cluster.workers["decode-0"], cluster.workers["decode-1"])
+    return [cluster.workers[name] for name in ("decode-0", "decode-1", "prefill-0", "prefill-1")]
+
+
+async def streamed(cluster: Any) -> tuple[list[int], pb.GenerateResponse]:
+    tokens: list[int] = []
+    last = pb.GenerateResponse()
+    async for message in cluster.stub.GenerateStream(request(), timeout=20):
+        tokens += message.token_ids
+        last = message
+    return tokens, last
+
+
+async def eventually(holds: Any) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_decode_gets_the_reservation_the_parts_and_the_first_token(cluster: Any) -> None:
+    prefill, decode = await cluster.pair()
+    tokens, last = await streamed(cluster)
+    assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+    assert (last.route.prefill, last.route.decode, last.route.disaggregated) == ("prefill-0", "decode-0", True)
+    (reserved,), (started,) = decode.reserved, decode.requests
+    assert reserved.output_token_ids == ()
+    assert started.output_token_ids == (tokens[0],)
+    assert [part.stop for part in decode.parts] == [2, 4]
+    assert decode.parts[0].handle == f"{prefill.incarnation}/{reserved.request_id}/2".encode()
+    assert decode.handles == [f"{prefill.incarnation}/{reserved.request_id}".encode()]
+    assert (prefill.abandoned, prefill.released, prefill.cancelled, decode.cancelled) == ([], [], [], [])
+    assert last.usage.cached_tokens == 3
+    assert last.timings.prefill_ms == 2
+
+
+async def test_reserved_before_the_prompt_is_computed(cluster: Any) -> None:
+    prefill, decode = await cluster.pair()
+    gate = asyncio.Event()
+
+    async def wait(_: WorkerRequest, __: int) -> None:
+        await gate.wait()
+
+    prefill.on_prefill = wait
+    answer = asyncio.ensure_future(streamed(cluster))
+    await eventually(lambda: len(decode.parts) == 2)
+    assert not answer.done()
+    gate.set()
+    assert (await answer)[0] == cluster.script.tokens(len(PROMPT), TOKENS)
+
+
+async def test_ended_at_the_first_token_frees_the_reservation(cluster: Any) -> None:
+    prefill, decode = await cluster.pair()
+    prefill.prefill_finish = FinishReason.STOP
+    tokens, last = await streamed(cluster)
+    assert (tokens, last.route.disaggregated) == (cluster.script.tokens(len(PROMPT), 1), False)
+    await eventually(lambda: len(decode.cancelled) == 1)
+    assert decode.requests == []
+
+
+async def test_killed_prefill_frees_the_reservation_and_is_replaced(cluster: Any) -> None:
+    decodes, prefills = (workers := await two_pairs(cluster))[:2], workers[2:]
+    killed: list[Any] = []
+
+    async def kill(_: WorkerRequest, __: int) -> None:
+        if not killed:
+            killed.extend(worker for worker in prefills if worker.requests)
+            asyncio.get_running_loop().create_task(killed[0].stop())
+            await asyncio.sleep(5)
+
+    prefills[0].on_prefill = prefills[1].on_prefill = kill
+    tokens, last = await streamed(cluster)
+    assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+    assert last.route.retries == 1
+    await eventually(lambda: sum(len(worker.cancelled) for worker in decodes) == 1)
+    assert sum(len(worker.reserved) for worker in decodes) == 2
+
+
+async def test_decode_killed_while_the_prompt_is_computed_is_replaced(cluster: Any) -> None:
+    decodes, prefills = (workers := await two_pairs(cluster))[:2], workers[2:]
+    killed: list[Any] = []
+
+    async def kill(_: WorkerRequest, __: int) -> None:
+        if not killed:
+            killed.extend(worker for worker in decodes if worker.reserved)
+            await killed[0].stop()
+
+    prefills[0].on_prefill = prefills[1].on_prefill = kill
+    tokens, last = await streamed(cluster)
+    assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+    assert last.route.retries == 1
+    assert last.route.decode != killed[0].name
+    # What the first prefill worker holds for nobody is given up.
+    await eventually(lambda: sum(len(worker.abandoned) for worker in prefills) == 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "retries"),
+    [(OverloadedError("no room"), 1), (InvalidRequestError("no such token", field="stop_token_ids"), 0)],
+)
+async def test_a_reservation_that_fails_ends_or_moves_the_request(
+    cluster: Any, error: KVFerryError, retries: int
+) -> None:
+    decodes, prefills = (workers := await two_pairs(cluster))[:2], workers[2:]
+    failed: list[int] = []
+
+    async def fail(_: WorkerRequest, __: int) -> None:
+        if not failed:
+            failed.append(1)
+            raise error
+
+    async def slow(_: WorkerRequest, __: int) -> None:
+        await asyncio.sleep(0.2)
+
+    decodes[0].on_reserve = decodes[1].on_reserve = fail
+    prefills[0].on_prefill = prefills[1].on_prefill = slow
+    if retries:
+        tokens, last = await streamed(cluster)
+        assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+        assert last.route.retries == retries
+    else:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await streamed(cluster)
+        detail = dict(caught.value.trailing_metadata())[codec.ERROR_METADATA_KEY]
+        assert codec.error_from_wire(detail).message == error.message
+    await eventually(lambda: sum(len(worker.abandoned) for worker in prefills) == 1)
+
+
+async def test_cancel_while_the_prompt_is_computed_ends_both_legs(cluster: Any) -> None:
+    prefill, decode = await cluster.pair()
+
+    async def wait(_: WorkerRequest, __: int) -> None:
+        await asyncio.sleep(30)
+
+    prefill.on_prefill = wait
+    call = cluster.stub.GenerateStream(request(), timeout=20)
+    reading = asyncio.ensure_future(call.read())
+    await eventually(lambda: len(decode.parts) == 2)
+    call.cancel()
+    await eventually(lambda: prefill.cancelled and decode.cancelled and prefill.abandoned)
+    await asyncio.gather(reading, return_exceptions=True)
