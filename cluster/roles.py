@@ -16,6 +16,7 @@ from kvferry.resolution import (
     ResolveRequest,
     can_pair,
     check_buildable,
+    default_catalog,
     original_architecture,
     probe_libraries,
     read_config,
@@ -70,6 +71,7 @@ def plan_roles(config: ClusterConfig, model_config: Mapping[str, Any], environ: 
         if count:
             settings = worker_config(config, role, model_config)
             resolution = resolve_worker(settings, model_config, environ)
+            check_open_ports(resolution, config)
             plans.append(RolePlan(role, count, settings, resolution))
     _check_pairs(plans)
     return plans
@@ -94,6 +96,17 @@ def resolve_worker(config: WorkerConfig, model_config: Mapping[str, Any], enviro
     resolution = resolve(request)
     check_buildable(resolution, request)
     return resolution
+
+
+def check_open_ports(resolution: Resolution, config: ClusterConfig) -> None:
+    """Raises ConfigError when the backend would open ports that were not allowed."""
+    transceiver = default_catalog().transceiver(resolution.backend)
+    if transceiver is not None and transceiver.open_ports and not config.insecure_bind:
+        raise ConfigError(
+            f"backend {resolution.backend} listens on every network interface, and nothing is encrypted or "
+            "authenticated: set insecure_bind true to allow it, or change transceiver.backend",
+            field="insecure_bind",
+        )
 
 
 def backend_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

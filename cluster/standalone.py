@@ -27,7 +27,14 @@ from kvferry.cluster.config import ClusterConfig
 from kvferry.cluster.config_sources import load_config, parse_flags, worker_config
 from kvferry.cluster.log_setup import RequestFormatter
 from kvferry.cluster.processes import check_reachable, free_port
-from kvferry.cluster.roles import WorkerSpec, backend_environ, model_limits, router_settings, threads_per_worker
+from kvferry.cluster.roles import (
+    WorkerSpec,
+    backend_environ,
+    check_open_ports,
+    model_limits,
+    router_settings,
+    threads_per_worker,
+)
 from kvferry.core import ConfigError, KVFerryError, Role
 from kvferry.resolution import read_config, resolution_dict
 
@@ -107,6 +114,7 @@ def _worker(arguments: Arguments) -> Serve:
     from kvferry.cluster.worker import Serving, load_worker, serve_worker  # torch
 
     loaded = load_worker(_spec(arguments))
+    check_open_ports(loaded.resolution, arguments.config)
 
     async def serve(ready: Callable[[Facts], None]) -> None:
         def report(serving: Serving) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -117,14 +118,21 @@ def probe_libraries(
     backend: str | None = None, environ: Mapping[str, str] | None = None, catalog: Catalog | None = None
 ) -> frozenset[str]:
     """Libraries of `backend` (as it is set: DEFAULT asks `environ`) that are not installed here; None: of every
-    built-in one. Looks them up without importing: the edge between the machine and the pure rules."""
+    built-in one. Modules are looked up without importing: the edge between the machine and the pure rules."""
     catalog = catalog or default_catalog()
     if backend is None:
         asked: tuple[TransceiverCapability, ...] = catalog.offered()
     else:
         transceiver = catalog.transceiver(effective_backend(backend, environ or {}).name)
         asked = (transceiver,) if transceiver else ()
-    return frozenset(entry.library for entry in asked if entry.library and not _installed(entry.library))
+    return frozenset(name for entry in asked for name in _missing(entry))
+
+
+def _missing(transceiver: TransceiverCapability) -> Iterator[str]:
+    if transceiver.library and not _installed(transceiver.library):
+        yield transceiver.library
+    if transceiver.system_library and not _loadable(transceiver.system_library):
+        yield transceiver.system_library
 
 
 def _installed(module: str) -> bool:
@@ -132,3 +140,11 @@ def _installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # the package that a dotted name lies in is missing
         return False
+
+
+def _loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

@@ -36,7 +36,9 @@ class RuntimeCapability:
 @dataclass(frozen=True, slots=True)
 class TransceiverCapability:
     """One backend. library: the module it loads, install: the command that brings it (both empty: none needed).
+    system_library, system_install: the same for a shared library of the system that the module needs.
 
+    open_ports: its library listens on every network interface, whatever it is told.
     refused: why a backend that is recognised can never be used; empty for all others.
     """
 
@@ -44,6 +46,9 @@ class TransceiverCapability:
     runtimes: tuple[RuntimeCapability, ...] = ()
     library: str = ""
     install: str = ""
+    system_library: str = ""
+    system_install: str = ""
+    open_ports: bool = False
     refused: str = ""
 
     def __post_init__(self) -> None:
@@ -93,7 +98,6 @@ class ManagerCapability:
 
 
 _IMPLEMENTATIONS = "kvferry.transceiver.builtin"
-_CPP_V1 = RuntimeCapability(CPP, (V1,))
 
 
 def _python_both(implementation: str) -> RuntimeCapability:
@@ -119,13 +123,21 @@ BUILTIN_TRANSCEIVERS = (
             RuntimeCapability(CPP, (V1,), implementation=f"{_IMPLEMENTATIONS}:SHM_CPP"),
         ),
     ),
-    TransceiverCapability("UCX", runtimes=(_CPP_V1,), library="libucx", install="pip install libucx-cu12"),
-    # Not proved on any machine yet: the C++ route is what its library offers, and V1 what that runtime drives.
+    TransceiverCapability(
+        "UCX",
+        runtimes=(RuntimeCapability(CPP, (V1,), implementation=f"{_IMPLEMENTATIONS}:UCX_CPP"),),
+        library="libucx",
+        install="pip install libucx-cu12",
+    ),
     TransceiverCapability(
         "MOONCAKE",
-        runtimes=(_CPP_V1,),
+        # Its library ends by itself what a peer that has stopped keeps waiting.
+        runtimes=(RuntimeCapability(PYTHON, (V1, V2), implementation=f"{_IMPLEMENTATIONS}:MOONCAKE_PYTHON"),),
         library="mooncake",
         install="pip install mooncake-transfer-engine-non-cuda",
+        system_library="libibverbs.so.1",
+        system_install="apt-get install libibverbs1",
+        open_ports=True,
     ),
     TransceiverCapability("MPI", refused="it is recognised but not built"),
 )

@@ -110,12 +110,18 @@ def _usable_transceiver(backend: EffectiveBackend, catalog: Catalog) -> Transcei
 
 def _check_library(transceiver: TransceiverCapability, runtime: RuntimeDecision, missing: frozenset[str]) -> None:
     # A runtime without an implementation loads nothing: what is wrong with it is not its library.
-    if runtime.capability.implementation and transceiver.library in missing:
-        raise ResolutionError(
-            f"{BACKEND_SETTING} {transceiver.backend} needs the library {transceiver.library!r}, which is not "
-            f"installed; install it with: {transceiver.install}, or change {BACKEND_SETTING}",
-            field=BACKEND_SETTING,
-        )
+    if not runtime.capability.implementation:
+        return
+    for library, install in (
+        (transceiver.library, transceiver.install),
+        (transceiver.system_library, transceiver.system_install),
+    ):
+        if library in missing:
+            raise ResolutionError(
+                f"{BACKEND_SETTING} {transceiver.backend} needs the library {library!r}, which is not "
+                f"installed; install it with: {install}, or change {BACKEND_SETTING}",
+                field=BACKEND_SETTING,
+            )
 
 
 def _resolution(

@@ -28,12 +28,29 @@ def _shm_python(parts: TransceiverParts) -> Transceiver:
     return python_transceiver(ShmAgent(parts.identity.incarnation, _arena(parts)), parts)
 
 
+def _mooncake_python(parts: TransceiverParts) -> Transceiver:
+    from kvferry.transceiver.mailbox import split_address
+    from kvferry.transceiver.mooncake import MooncakeAgent
+
+    host, _ = split_address(parts.identity.endpoint)
+    return python_transceiver(MooncakeAgent(parts.identity.incarnation, host), parts)
+
+
 def _nixl_cpp(parts: TransceiverParts) -> Transceiver:
     from kvferry.transceiver.cpp_runtime import CppTransceiver
     from kvferry.transceiver.native_agent import NativeAgent
     from kvferry.transceiver.nixl_library import nixl_backend
 
     agent = NativeAgent(nixl_backend(parts.identity.incarnation))
+    return CppTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
+
+
+def _ucx_cpp(parts: TransceiverParts) -> Transceiver:
+    from kvferry.transceiver.cpp_runtime import CppTransceiver
+    from kvferry.transceiver.native_agent import NativeAgent
+    from kvferry.transceiver.ucx_library import ucx_backend
+
+    agent = NativeAgent(ucx_backend(parts.identity.incarnation))
     return CppTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
 
 
@@ -62,5 +79,7 @@ def _arena(parts: TransceiverParts) -> SharedArena:
 
 NIXL_PYTHON = Implementation(_nixl_python)
 NIXL_CPP = Implementation(_nixl_cpp)
+MOONCAKE_PYTHON = Implementation(_mooncake_python)
+UCX_CPP = Implementation(_ucx_cpp)
 SHM_CPP = Implementation(_shm_cpp, memory=SharedArena)
 SHM_PYTHON = Implementation(_shm_python, memory=SharedArena)

@@ -35,6 +35,16 @@ def test_prefill_and_decode_resolve_to_the_preferred_pair() -> None:
     assert {(plan.resolution.transceiver, plan.resolution.manager) for plan in plans} == {("NIXL/PYTHON", "V2")}
 
 
+def test_a_backend_that_listens_everywhere_must_be_allowed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.cluster.roles.probe_libraries", lambda *_: frozenset())
+    flags = {"transceiver__backend": "MOONCAKE", "prefill__count": 1, "decode__count": 1}
+    with pytest.raises(ConfigError, match="MOONCAKE listens on every network interface") as raised:
+        _plan(**flags)
+    assert raised.value.field == "insecure_bind"
+    plans = _plan(**flags, insecure_bind=True)
+    assert {plan.resolution.transceiver for plan in plans} == {"MOONCAKE/PYTHON"}
+
+
 def test_backend_none_has_one_role_without_a_transceiver() -> None:
     (plan,) = _plan(transceiver__backend="NONE", decode__count=2)
     assert plan.role is Role.AGGREGATED

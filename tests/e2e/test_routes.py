@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from libraries import needs_mooncake
 
 KV_TOKEN_NBYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, dim, fp32
 LENGTHS = (1, 16, 65, 700)
@@ -17,6 +18,12 @@ ROUTES = {
     "shm": (("--backend", "SHM"), ("SHM/PYTHON", "V2"), ("SHM/PYTHON", "V2")),
     "shm-cpp": (("--backend", "SHM", "--runtime", "CPP"), ("SHM/CPP", "V1"), ("SHM/CPP", "V1")),
     "nixl-cpp": (("--runtime", "CPP"), ("NIXL/CPP", "V1"), ("NIXL/CPP", "V1")),
+    "ucx": (("--backend", "UCX"), ("UCX/CPP", "V1"), ("UCX/CPP", "V1")),
+    "mooncake": (
+        ("--backend", "MOONCAKE", "--insecure_bind", "true"),
+        ("MOONCAKE/PYTHON", "V2"),
+        ("MOONCAKE/PYTHON", "V2"),
+    ),
     "nixl-mixed": (
         ("--runtime", "PYTHON", "--manager", "V1", "--decode.transceiver.runtime", "CPP"),
         ("NIXL/PYTHON", "V1"),
@@ -25,7 +32,9 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    "route", [pytest.param(route, marks=needs_mooncake if route == "mooncake" else ()) for route in ROUTES]
+)
 def test_answers_are_golden_and_blocks_return(
     start_cluster: Callable[..., Any],
     reference: Any,

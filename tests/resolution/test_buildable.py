@@ -10,8 +10,10 @@ from kvferry.resolution import (
     Catalog,
     ResolutionError,
     ResolveRequest,
+    RuntimeCapability,
     TransceiverCapability,
     build_gaps,
+    buildable,
     check_buildable,
     find_card,
     probe_libraries,
@@ -33,21 +35,26 @@ def test_what_is_built_passes(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "setting"),
+    ("runtimes", "setting"),
     [
-        ({"backend": "UCX"}, "transceiver.backend"),
-        ({"backend": "MOONCAKE"}, "transceiver.backend"),
+        ((RuntimeCapability("CPP", ("V1",)),), "transceiver.backend"),
+        (
+            (RuntimeCapability("CPP", ("V1",)), RuntimeCapability("PYTHON", ("V1",), implementation="a:b")),
+            "transceiver.runtime",
+        ),
     ],
 )
-def test_a_designed_route_without_an_implementation_resolves_but_is_not_launched(
-    settings: dict[str, Any], setting: str
+def test_a_declared_route_without_an_implementation_resolves_but_is_not_launched(
+    runtimes: tuple[RuntimeCapability, ...], setting: str
 ) -> None:
-    resolution = resolved(**settings)
-    with pytest.raises(ResolutionError, match="not built in this version") as raised:
-        check_buildable(resolution)
+    catalog = Catalog()
+    catalog.transceivers.register("ACME", lambda: TransceiverCapability("ACME", runtimes=runtimes))
+    resolution = resolve(ResolveRequest("LlamaForCausalLM", backend="ACME", runtime="CPP"), catalog)
+    with pytest.raises(ResolutionError, match="ACME/CPP is not built in this version") as raised:
+        check_buildable(resolution, catalog=catalog)
     assert raised.value.field == setting
-    assert resolution.transceiver in raised.value.message
-    assert "(built: NIXL/PYTHON, NIXL/CPP, SHM/PYTHON, SHM/CPP)" in raised.value.message
+    built = "(built: NIXL/PYTHON, NIXL/CPP, SHM/PYTHON, SHM/CPP, UCX/CPP, MOONCAKE/PYTHON)"
+    assert built in raised.value.message
 
 
 def test_two_model_speculation_is_not_built() -> None:
@@ -124,8 +131,14 @@ def test_a_library_that_is_here_is_not_missing(library: str) -> None:
 
 def test_probing_asks_for_the_effective_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.resolution.buildable.find_spec", lambda name: None)
+    monkeypatch.setattr("kvferry.resolution.buildable._loadable", lambda name: name != "libibverbs.so.1")
     assert probe_libraries("DEFAULT") == {"nixl_cu12"}
-    assert probe_libraries("DEFAULT", {"KVFERRY_USE_MOONCAKE": "1"}) == {"mooncake"}
+    assert probe_libraries("DEFAULT", {"KVFERRY_USE_MOONCAKE": "1"}) == {"mooncake", "libibverbs.so.1"}
     assert probe_libraries("NONE") == frozenset()
     assert probe_libraries("MPI") == frozenset()
-    assert probe_libraries() == {"nixl_cu12", "libucx", "mooncake"}
+    assert probe_libraries() == {"nixl_cu12", "libucx", "mooncake", "libibverbs.so.1"}
+
+
+def test_a_library_of_the_system_is_looked_for() -> None:
+    assert buildable._loadable("libc.so.6")
+    assert not buildable._loadable("libnobody-has-this.so.1")

@@ -36,8 +36,9 @@ def test_explicit_values_are_kept_or_refused_never_changed(
     timeout: int | None,
     resolve_preferring: Resolver,
 ) -> None:
-    python_runs = backend not in ("UCX", "MOONCAKE") and timeout is not None
-    legal = backend == "NONE" or (python_runs if runtime == "PYTHON" else manager == "V1")
+    python_runs = backend == "MOONCAKE" or (backend != "UCX" and timeout is not None)
+    cpp_runs = backend != "MOONCAKE" and manager == "V1"
+    legal = backend == "NONE" or (python_runs if runtime == "PYTHON" else cpp_runs)
     settings = {"backend": backend, "runtime": runtime, "manager": manager, "transfer_timeout_ms": timeout}
     if not legal:
         with pytest.raises(ResolutionError):
@@ -148,6 +149,13 @@ def test_a_missing_library_gives_the_install_line() -> None:
         resolve(ResolveRequest("LlamaForCausalLM", missing_libraries=missing))
     assert raised.value.field == "transceiver.backend"
     assert "nixl_cu12" in raised.value.message
+
+
+def test_a_missing_library_of_the_system_gives_the_line_that_brings_it() -> None:
+    missing = frozenset({"libibverbs.so.1"})
+    with pytest.raises(ResolutionError, match=r"'libibverbs\.so\.1'.* apt-get install libibverbs1") as raised:
+        resolve(ResolveRequest("LlamaForCausalLM", backend="MOONCAKE", missing_libraries=missing))
+    assert raised.value.field == "transceiver.backend"
 
 
 def test_other_backends_do_not_care() -> None:

@@ -11,6 +11,7 @@ from kvferry.core import Resolution
 from kvferry.resolution import ResolutionError
 
 ANY_BACKEND = ("NONE", "DEFAULT", "NIXL", "UCX", "SHM", "MOONCAKE")
+RUNS_CPP = ("NONE", "DEFAULT", "NIXL", "UCX", "SHM")
 ANY_RUNTIME = ("auto", "CPP", "PYTHON")
 ANY_MANAGER = ("auto", "V1", "V2")
 ANY_PREFERRED_RUNTIME = ("none", "PYTHON", "CPP")
@@ -205,7 +206,7 @@ ROWS = (
     ),
     Row(
         16,
-        ANY_BACKEND,
+        RUNS_CPP,
         ("auto", "CPP"),
         ("V1",),
         ANY_PREFERRED_RUNTIME,
@@ -214,9 +215,54 @@ ROWS = (
         "V1",
         manager_source="user",
     ),
+    # MOONCAKE, whose only runtime is PYTHON: as row 19, as row 11 the other way round, and as row 14.
+    Row(
+        19,
+        ("MOONCAKE",),
+        ("auto", "PYTHON"),
+        ("auto", "V2"),
+        ("none", "PYTHON"),
+        ("V2",),
+        "PYTHON",
+        "V2",
+        others=({}, TIMEOUT_NULL),
+        never_warned=True,
+    ),
+    Row(
+        16,
+        ("MOONCAKE",),
+        ("auto", "PYTHON"),
+        ("V1",),
+        ANY_PREFERRED_RUNTIME,
+        ANY_PREFERRED_MANAGER,
+        "PYTHON",
+        "V1",
+        manager_source="user",
+    ),
+    Row(
+        11,
+        ("MOONCAKE",),
+        ("auto",),
+        ("auto",),
+        ("CPP",),
+        ("V2",),
+        "PYTHON",
+        "V2",
+        runtime_source="demoted",
+        warning="cannot run CPP",
+    ),
+    Row(
+        14,
+        ("MOONCAKE",),
+        ("CPP",),
+        ANY_MANAGER,
+        ANY_PREFERRED_RUNTIME,
+        ANY_PREFERRED_MANAGER,
+        error=("transceiver.runtime", "MOONCAKE", "CPP"),
+    ),
     Row(
         17,
-        ("NIXL", "UCX", "SHM", "MOONCAKE"),
+        ("NIXL", "UCX", "SHM"),
         ("CPP",),
         ("V2",),
         ANY_PREFERRED_RUNTIME,
@@ -307,7 +353,7 @@ ROWS = (
     ),
     Row(
         24,
-        ANY_BACKEND,
+        RUNS_CPP,
         ("auto", "CPP"),
         ("V1",),
         ANY_PREFERRED_RUNTIME,
@@ -364,9 +410,9 @@ def per_r1(backend: str, user: str, prefers: str) -> str | None:
         return None
     if user != "auto":
         return user
-    if backend in ("UCX", "MOONCAKE"):
+    if backend == "UCX":
         return "CPP"
-    return "PYTHON" if prefers == "none" else prefers
+    return "PYTHON" if prefers == "none" or backend == "MOONCAKE" else prefers
 
 
 @pytest.mark.parametrize(

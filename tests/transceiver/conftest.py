@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from libraries import needs_mooncake
 
 from kvferry.core import (
     BlockTable,
@@ -33,6 +34,7 @@ from kvferry.transceiver.faulty import Fault, FaultyAgent, Target
 from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
 from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.mooncake import MooncakeAgent
 from kvferry.transceiver.native.engine import Fault as NativeFault
 from kvferry.transceiver.native.engine import FaultyBackend, MemoryBackend
 from kvferry.transceiver.native.engine import Target as NativeTarget
@@ -43,8 +45,11 @@ from kvferry.transceiver.nixl_library import nixl_backend
 from kvferry.transceiver.python_runtime import PythonTransceiver
 from kvferry.transceiver.session_runtime import SessionRuntime
 from kvferry.transceiver.shm import ShmAgent
+from kvferry.transceiver.ucx_library import ucx_backend
 
 T = TypeVar("T")
+
+WORLDS = ["loopback", "nixl", "shm", "cpp-nixl", "cpp-shm", "cpp-ucx", pytest.param("mooncake", marks=needs_mooncake)]
 
 DIGEST = b"d" * 32
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1), kv_heads=2, head_dim=4, tokens_per_block=4)
@@ -226,7 +231,8 @@ class World:
             faulty = FaultyBackend(memory)
             agent: NativeAgent = NativeShmAgent(identity.incarnation, arena, memory, faulty)
         else:
-            faulty = FaultyBackend(nixl_backend(identity.incarnation))
+            library = {"cpp-nixl": nixl_backend, "cpp-ucx": ucx_backend}[self.backend]
+            faulty = FaultyBackend(library(identity.incarnation))
             agent = NativeAgent(faulty)
         transceiver = CppTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
         return Worker(transceiver, NativeFaults(faulty), pool)
@@ -234,6 +240,8 @@ class World:
     def make_agent(self, incarnation: str, arena: SharedArena) -> Agent:
         if self.backend == "nixl":
             return NixlAgent(incarnation)
+        if self.backend == "mooncake":
+            return MooncakeAgent(incarnation)
         return ShmAgent(incarnation, arena) if self.backend == "shm" else LoopbackAgent(incarnation, self.fabric)
 
     def kill(self, worker: Worker) -> None:
@@ -279,7 +287,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-@pytest.fixture(params=["loopback", "nixl", "shm", "cpp-nixl", "cpp-shm"])
+@pytest.fixture(params=WORLDS)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Over memory copies within the process, and over the real things, on both runtimes."""
     made = World(request.param)

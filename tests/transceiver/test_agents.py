@@ -9,27 +9,42 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from libraries import needs_mooncake
 
 from kvferry.core import MemRegion, TransferError
 from kvferry.transceiver.base import Agent, CopyArray, Direction, Operation, OpState
 from kvferry.transceiver.faulty import FaultyAgent
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
 from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.mooncake import MooncakeAgent
 from kvferry.transceiver.native.engine import MemoryBackend
 from kvferry.transceiver.native_agent import NativeAgent
 from kvferry.transceiver.native_shm import NativeShmAgent
 from kvferry.transceiver.nixl import NixlAgent
 from kvferry.transceiver.nixl_library import nixl_backend
 from kvferry.transceiver.shm import ShmAgent
+from kvferry.transceiver.ucx_library import ucx_backend
 
 Make = Callable[[str], Agent]
 
+
+AGENTS = [
+    "loopback",
+    "nixl",
+    "faulty-nixl",
+    "shm",
+    "third-party",
+    "native-nixl",
+    "native-shm",
+    "native-ucx",
+    pytest.param("mooncake", marks=needs_mooncake),
+]
 
 ARENA = SharedArena()
 """All memory of these tests: every agent must be able to use it, and SHM can use no other."""
 
 
-@pytest.fixture(params=["loopback", "nixl", "faulty-nixl", "shm", "third-party", "native-nixl", "native-shm"])
+@pytest.fixture(params=AGENTS)
 def make(request: pytest.FixtureRequest) -> Make:
     fabric = LoopbackFabric()
     return {
@@ -40,6 +55,8 @@ def make(request: pytest.FixtureRequest) -> Make:
         "third-party": third_party,
         "native-nixl": lambda name: attentive(NativeAgent(nixl_backend(name))),
         "native-shm": lambda name: attentive(NativeShmAgent(name, ARENA, MemoryBackend())),
+        "native-ucx": lambda name: attentive(NativeAgent(ucx_backend(name))),
+        "mooncake": lambda name: MooncakeAgent(name),
     }[request.param]
 
 

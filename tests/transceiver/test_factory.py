@@ -44,8 +44,8 @@ def test_shm_refuses_pools_that_peers_cannot_map(resolved: Resolution) -> None:
 @pytest.mark.parametrize(
     ("backend", "runtime", "field"),
     [
-        ("UCX", "CPP", "transceiver.backend"),
-        ("MOONCAKE", "PYTHON", "transceiver.backend"),
+        ("UCX", "PYTHON", "transceiver.runtime"),
+        ("MOONCAKE", "CPP", "transceiver.runtime"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(resolved: Resolution, backend: str, runtime: str, field: str) -> None:

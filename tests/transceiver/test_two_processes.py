@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from libraries import needs_mooncake
 
 from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Source, TokenRange, TransferError
 from kvferry.kvcache import BlockHold, KVPool
@@ -26,12 +27,16 @@ NIXL = "NIXL/PYTHON/V2"
 SHM = "SHM/PYTHON/V2"
 VMREAD = "VMREAD/PYTHON/V2"
 NIXL_V1, NIXL_CPP = "NIXL/PYTHON/V1", "NIXL/CPP/V1"
+UCX = "UCX/CPP/V1"
+MOONCAKE = "MOONCAKE/PYTHON/V2"
 SHM_V1, SHM_CPP = "SHM/PYTHON/V1", "SHM/CPP/V1"
 PAIRS = [
     (NIXL, NIXL),
     (NIXL_CPP, NIXL_CPP),
     (NIXL_V1, NIXL_CPP),
     (NIXL_CPP, NIXL_V1),
+    (UCX, UCX),
+    pytest.param((MOONCAKE, MOONCAKE), marks=needs_mooncake),
     (SHM, SHM),
     (SHM_CPP, SHM_CPP),
     (SHM_V1, SHM_CPP),
@@ -257,12 +262,14 @@ def test_restarted_on_the_same_port(source: SourceProcess, destination: Destinat
         reborn.close()
 
 
+@pytest.mark.parametrize("route", [NIXL, UCX, pytest.param(MOONCAKE, marks=needs_mooncake)])
 def test_a_stopped_source_over_tcp_never_writes_late(
-    monkeypatch: pytest.MonkeyPatch, fake_hold: Callable[..., BlockHold]
+    monkeypatch: pytest.MonkeyPatch, fake_hold: Callable[..., BlockHold], route: str
 ) -> None:
     """Over tcp a stopped peer keeps an operation in progress for ever, and its bytes would land when it goes on."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    source, destination = SourceProcess("prefill-life-1"), Destination(transfer_timeout_ms=1000)
+    source = SourceProcess("prefill-life-1", route=route)
+    destination = Destination(transfer_timeout_ms=1000, route=route)
     try:
         destination.transceiver.connect(source.endpoint)
         ids = list(range(BLOCKS))

@@ -18,6 +18,11 @@ class NixlBackend(Backend):
 
     def __init__(self, library_path: str, incarnation: str, plugins: Sequence[str]) -> None: ...
 
+class UcxBackend(Backend):
+    """UCX over its UCP interface, loaded from `library_path`. Raises LibraryError when that does not work."""
+
+    def __init__(self, library_path: str, incarnation: str) -> None: ...
+
 class MemoryBackend(Backend):
     """Copies between memory mapped into this process. Takes over the sockets it is given."""
 

@@ -11,6 +11,7 @@
 #include "faulty_backend.h"
 #include "memory_backend.h"
 #include "nixl_backend.h"
+#include "ucx_backend.h"
 
 namespace py = pybind11;
 
@@ -52,6 +53,9 @@ void bind_backends(py::module_& module) {
   py::class_<NixlBackend, Backend, std::shared_ptr<NixlBackend>>(module, "NixlBackend")
       .def(py::init<const std::string&, std::string, std::vector<std::string>>(), py::arg("library_path"),
            py::arg("incarnation"), py::arg("plugins"), py::call_guard<Released>());
+  py::class_<UcxBackend, Backend, std::shared_ptr<UcxBackend>>(module, "UcxBackend")
+      .def(py::init<const std::string&, std::string>(), py::arg("library_path"), py::arg("incarnation"),
+           py::call_guard<Released>());
   py::class_<MemoryBackend, Backend, std::shared_ptr<MemoryBackend>>(module, "MemoryBackend")
       .def(py::init<>())
       .def(
