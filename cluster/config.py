@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvferry.core import Role
 
@@ -85,11 +85,12 @@ class KVCacheConfig(Section):
         default=256, ge=1, description="V2 keeps the states of Mamba layers for reuse this many tokens apart"
     )
 
-    @model_validator(mode="after")
-    def _address_of_a_connector(self) -> KVCacheConfig:
-        if self.connector_address and self.connector is None:
-            raise ValueError("connector_address is set, but no connector that would use it")
-        return self
+    @field_validator("connector_address")
+    @classmethod
+    def _for_a_connector(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("connector") is None:
+            raise ValueError(f"unset: there is no kv_cache.connector that would use {value}")
+        return value
 
 
 class EngineConfig(Section):

@@ -18,6 +18,7 @@ from kvferry.resolution import (
     check_buildable,
     default_catalog,
     original_architecture,
+    prefix_reuse_enabled,
     probe_libraries,
     read_config,
     resolve,
@@ -95,6 +96,7 @@ def resolve_worker(config: WorkerConfig, model_config: Mapping[str, Any], enviro
     )
     resolution = resolve(request)
     check_buildable(resolution, request)
+    _check_stores(config, model_config, resolution)
     return resolution
 
 
@@ -106,6 +108,23 @@ def check_open_ports(resolution: Resolution, config: ClusterConfig) -> None:
             f"backend {resolution.backend} listens on every network interface, and nothing is encrypted or "
             "authenticated: set insecure_bind true to allow it, or change transceiver.backend",
             field="insecure_bind",
+        )
+
+
+def _check_stores(config: WorkerConfig, model_config: Mapping[str, Any], resolution: Resolution) -> None:
+    """What lies below the pools fits the manager. It refuses too, after the weights have been loaded."""
+    cache = config.kv_cache
+    if cache.disk_bytes and resolution.manager == "V1":
+        raise ConfigError(
+            f"kv_cache.disk_bytes is {cache.disk_bytes}, but the manager is V1, which has no tier below host memory "
+            f"({resolution.reason}): set it to 0",
+            field="kv_cache.disk_bytes",
+        )
+    if cache.connector is not None and not prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse):
+        raise ConfigError(
+            f"kv_cache.connector is {cache.connector}, but prefix reuse is off, without which it neither keeps nor "
+            "finds anything: leave it out, or set kv_cache.prefix_reuse to true",
+            field="kv_cache.connector",
         )
 
 

@@ -61,6 +61,9 @@ def test_a_connector_makes_both_roles_run_v1() -> None:
     ("flags", "field"),
     [
         ({"kv_cache__connector": "lmcache"}, "kv_cache.connector"),
+        ({"kv_cache__connector_address": "/tmp/kv"}, "kv_cache.connector_address"),
+        ({"kv_cache__connector": "directory", "kv_cache__prefix_reuse": False}, "kv_cache.connector"),
+        ({"kv_cache__manager": "V1", "kv_cache__disk_bytes": 1 << 20}, "kv_cache.disk_bytes"),
         ({"transceiver__backend": "UCX", "transceiver__runtime": "PYTHON"}, "transceiver.runtime"),
         ({"transceiver__runtime": "CPP", "kv_cache__manager": "V2"}, "kv_cache.manager"),
         (

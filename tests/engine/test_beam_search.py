@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference_beams import transformers_beams
 
 from kvferry.core import ConfigError, FinishReason, InvalidRequestError, SamplingParams
 from kvferry.engine import LLM
@@ -23,31 +24,6 @@ def given(prompts: list[list[int]]) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
-@torch.inference_mode()
-def theirs(
-    model: Any, prompt: list[int], width: int, max_tokens: int, eos: int | None = None, **settings: Any
-) -> list[tuple[list[int], float]]:
-    """transformers' sequences and scores, best first."""
-    found = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        num_beams=width,
-        num_return_sequences=width,
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **settings,
-    )
-    sequences = []
-    for row, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
-        tokens = row[len(prompt) :]
-        sequences.append((tokens[: tokens.index(eos) + 1] if eos in tokens else tokens, score))
-    return sequences
-
-
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_sequences_and_scores_are_those_of_transformers(
     width: int, llm: LLM, reference: Any, tiny_llama_dir: Path
@@ -59,7 +35,7 @@ def test_sequences_and_scores_are_those_of_transformers(
         if width == 1:
             expected = [(reference.greedy(model, prompt, 20), completion.sequences[0].score)]
         else:
-            expected = theirs(model, prompt, width, 20)
+            expected = transformers_beams(model, prompt, width, 20)
         assert [sequence.token_ids for sequence in completion.sequences] == [tokens for tokens, _ in expected]
         assert [s.score for s in completion.sequences] == pytest.approx([score for _, score in expected], abs=1e-4)
         assert {sequence.finish_reason for sequence in completion.sequences} == {FinishReason.LENGTH}
@@ -76,8 +52,8 @@ def test_beams_that_end_early_end_as_theirs_do(
     model = reference.load(tiny_llama_dir)
     model.generation_config.eos_token_id = None
     prompt = PROMPTS[2]
-    stop = theirs(model, prompt, 4, 20)[1][0][6]  # a token that beams do come to
-    expected = theirs(model, prompt, 4, 20, eos=stop, length_penalty=penalty, early_stopping=early)
+    stop = transformers_beams(model, prompt, 4, 20)[1][0][6]  # a token that beams do come to
+    expected = transformers_beams(model, prompt, 4, 20, eos=stop, length_penalty=penalty, early_stopping=early)
     [completion] = llm.beam_search(
         given([prompt]),
         4,

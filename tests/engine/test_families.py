@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import random_checkpoint
 from families import BLOCK, FAMILIES, LENGTHS, NEEDS_V2, WITHOUT_REUSE
+from reference_beams import transformers_beams
 
 from kvferry.core import SamplingParams
 from kvferry.engine import LLM
@@ -105,3 +106,17 @@ def test_states_survive_a_pool_that_is_too_small(
         assert (counted.resumptions > 0) == (host_bytes > 0)
         llm.manager.check_integrity()
         assert llm.manager.counts().free == llm.manager.counts().total
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss", "deepseek", "mixtral"])
+def test_beams_are_those_of_transformers(name: str, family_dir: Callable[[str], Path], reference: Any) -> None:
+    model_dir = family_dir(name)
+    model = reference.load(model_dir)
+    model.generation_config.eos_token_id = None
+    prompts = [[3 + (5 * i + n) % 200 for i in range(n)] for n in (15, 33)]
+    with LLM(model_dir, beam_width=3, kv_bytes=8 << 20, threads=1, tokens_per_block=BLOCK) as llm:
+        found = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], 3, 12, ignore_eos=True)
+    for prompt, completion in zip(prompts, found, strict=True):
+        expected = transformers_beams(model, prompt, 3, 12)
+        assert [sequence.token_ids for sequence in completion.sequences] == [tokens for tokens, _ in expected]
+        assert [s.score for s in completion.sequences] == pytest.approx([score for _, score in expected], abs=1e-4)
