@@ -1,4 +1,5 @@
-"""The KV cache manager's books: what a block costs, whether that depends on the pool, and what prefixes are found.
+"""The KV cache manager's books: what a block costs, whether that depends on the pool, what prefixes are found, and how
+far a request's blocks lie together.
 
 No model and no KV bytes: pools hold one byte per token, so only bookkeeping is measured. Times are CPU time of this
 process, the best of several rounds.
@@ -13,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -67,13 +69,29 @@ class HitRow:
     seconds: float
 
 
-Row = CostRow | PoolRow | HitRow
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """Random requests coming and going for as long as `requests` takes (an hour, at one a second), in a pool that is
+    always full. blocks: of a request, on average. first_run_blocks, last_run_blocks: how many of them lie together, and
+    so move in one copy, on average over the first and the last tenth of the requests."""
+
+    measure: str
+    manager: str
+    pool_blocks: int
+    live_requests: int
+    requests: int
+    blocks: float
+    first_run_blocks: float
+    last_run_blocks: float
 
 
-def metadata_manager(blocks: int, tokens_per_block: int, core: str) -> KVCacheManager:
-    """A V2 manager whose pages take a byte per token."""
+Row = CostRow | PoolRow | HitRow | RunRow
+
+
+def metadata_manager(blocks: int, tokens_per_block: int, core: str, version: str = "V2") -> KVCacheManager:
+    """A manager whose pages take a byte per token."""
     layout = KVLayout(GroupKind.MLA, (0,), 1, 1, dtype=DType.INT8, tokens_per_block=tokens_per_block, planes=1)
-    return create_manager("V2", [layout], blocks * layout.slot_nbytes, core=core)
+    return create_manager(version, [layout], blocks * layout.slot_nbytes, core=core)
 
 
 def serve(manager: KVCacheManager, tokens: Sequence[int]) -> KVCache:
@@ -170,14 +188,58 @@ def measure_hits(capacities: Sequence[int] = CAPACITIES) -> Iterator[HitRow]:
         yield HitRow("hits", capacity, ratio, time.monotonic() - started)
 
 
+def measure_runs(
+    versions: Iterable[str] = ("V1", "V2"),
+    shapes: Sequence[tuple[int, int]] = ((4_096, 16),),
+    requests: int = 3_600,
+) -> Iterator[RunRow]:
+    """shapes: (pool blocks, live requests)."""
+    for version in versions:
+        for blocks, live in shapes:
+            yield _runs(version, blocks, live, requests)
+
+
+def _runs(version: str, pool_blocks: int, live: int, requests: int) -> RunRow:
+    """A random live request makes way for a new one of 100 to 4,000 tokens; half begin as another did."""
+    rng = random.Random(0)
+    manager = metadata_manager(pool_blocks, BLOCK_TOKENS, "cpp", version)
+    running: list[KVCache] = []
+    blocks, runs = [], []
+    for _ in range(requests):
+        if len(running) == live:
+            running.pop(rng.randrange(live)).close()
+        shared = [rng.randrange(50_000, 50_020)] * (BLOCK_TOKENS * rng.randrange(20)) if rng.random() < 0.5 else []
+        tokens = shared + [rng.randrange(50_000) for _ in range(rng.randrange(100, 4_000))]
+        running.append(serve(manager, tokens))
+        table = list(running[-1].block_table(0))
+        blocks.append(len(table))
+        runs.append(1 + sum(after != before + 1 for before, after in pairwise(table)))
+    tenth = max(1, requests // 10)
+    first, last = (sum(blocks[part]) / sum(runs[part]) for part in (slice(tenth), slice(-tenth, None)))
+    return RunRow("runs", version, pool_blocks, live, requests, sum(blocks) / requests, first, last)
+
+
 def as_tables(rows: Sequence[Row]) -> Iterator[Table]:
     costs = Table("core", "tokens", "serve", "match", title="cost of one block, µs (target: C++ below 2)")
     pools = Table(
         "core", "pool blocks", "live requests", "serve", "ratio", title="does a block cost more in a large pool?"
     )
     hits = Table("pool blocks", "tokens", "hit ratio", "seconds", title="conversation trace: blocks found cached")
+    runs = Table(
+        "manager",
+        "pool blocks",
+        "live",
+        "requests",
+        "blocks of one",
+        "run at first",
+        "run at last",
+        title="blocks of a request that lie together",
+    )
     for row in rows:
         match row:
+            case RunRow():
+                size = (f"{row.pool_blocks}", f"{row.live_requests}", f"{row.requests}", f"{row.blocks:.0f}")
+                runs.add_row(row.manager, *size, f"{row.first_run_blocks:.1f}", f"{row.last_run_blocks:.1f}")
             case CostRow():
                 costs.add_row(
                     row.core, f"{row.tokens}", f"{row.serve_us_per_block:.2f}", f"{row.match_us_per_block:.2f}"
@@ -188,14 +250,14 @@ def as_tables(rows: Sequence[Row]) -> Iterator[Table]:
             case HitRow():
                 tokens = f"{row.pool_blocks * TRACE_BLOCK_TOKENS / 1e6:.1f} M"
                 hits.add_row(f"{row.pool_blocks}", tokens, f"{row.hit_ratio:.1%}", f"{row.seconds:.1f}")
-    yield from (costs, pools, hits)
+    yield from (costs, pools, hits, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvferry.bench.kvcache", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
-    rows: list[Row] = [*measure_costs(), *measure_pools(), *measure_hits()]
+    rows: list[Row] = [*measure_costs(), *measure_pools(), *measure_hits(), *measure_runs()]
     if options.json:
         report: dict[str, Any] = {"machine": machine(1), "rows": [asdict(row) for row in rows]}
         print(json.dumps(report))

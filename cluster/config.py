@@ -55,6 +55,10 @@ class TransceiverConfig(Section):
     runtime: Annotated[Literal["auto", "CPP", "PYTHON"], BeforeValidator(_auto_or_upper)] = Field(
         default="auto", description="auto: what the model prefers, if the backend can run it"
     )
+    wire_format: Literal["stored", "fp8", "int8"] = Field(
+        default="stored",
+        description="how KV travels; fp8 and int8 lose precision and need memory of their own",
+    )
     transfer_timeout_ms: int | None = Field(default=60_000, ge=1, description="longer transfers fail; null: never")
     lease_s: float = Field(default=30.0, gt=0, description="prefill keeps an advertised cache this long unheard")
     on_transfer_failure: Literal["recompute", "fail"] = Field(

@@ -18,6 +18,7 @@ from kvferry.kvcache.pool import blocks_for_budget
 from kvferry.models import CausalLM, inspect_model
 from kvferry.text import Tokenizer
 from kvferry.transceiver.memory import available_nbytes
+from kvferry.transceiver.wire_format import WireFormat, wire_layouts
 
 
 def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings:
@@ -63,7 +64,9 @@ def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
     _check_vocabulary(Tokenizer.load(model_dir), model, model_dir)
     for plan in plans:
         settings = engine_settings(plan.config, threads=None)
-        blocks_for_budget(model.layouts(settings.tokens_per_block, settings.kv_dtype), plan.config.kv_cache.bytes)
+        layouts = model.layouts(settings.tokens_per_block, settings.kv_dtype)
+        blocks_for_budget(layouts, plan.config.kv_cache.bytes)
+        wire_layouts(layouts, WireFormat(plan.config.transceiver.wire_format))
 
 
 def check_device(name: str) -> None:

@@ -25,7 +25,14 @@ from kvferry.models import model_fingerprint
 from kvferry.prefill import PrefillWorker
 from kvferry.resolution import prefix_reuse_enabled, read_config
 from kvferry.text import Tokenizer
-from kvferry.transceiver import PoolMemory, Transceiver, add_transceiver_service, create_transceiver, pool_memory
+from kvferry.transceiver import (
+    PoolMemory,
+    Transceiver,
+    WireFormat,
+    add_transceiver_service,
+    create_transceiver,
+    pool_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +148,7 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Trans
         transfer_timeout_ms=loaded.spec.config.transceiver.transfer_timeout_ms,
         memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
+        wire_format=WireFormat(loaded.spec.config.transceiver.wire_format),
     )
 
 

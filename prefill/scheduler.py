@@ -54,8 +54,11 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         self._part_stops: dict[int, int] = {}
         self._open_parts: dict[bytes, PrefillSequence] = {}
         layouts = [pool.layout for pool in manager.pools]
-        # A part ends with a block, which is not written again. A state is overwritten by the next step.
-        self._part_tokens = max(layout.tokens_per_block for layout in layouts)
+        # A part ends with a block, so that it is few copies. Behind the end of a step a window may have been dropped
+        # that a reader of the position before it looks back to: such models' parts end where the step did.
+        windowed = any(layout.window is not None for layout in layouts)
+        self._part_tokens = 1 if windowed else max(layout.tokens_per_block for layout in layouts)
+        # A state is overwritten by the next step.
         self._has_parts = not any(layout.kind.is_state for layout in layouts)
 
     def add_in_parts(self, sequence: PrefillSequence) -> None:

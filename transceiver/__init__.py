@@ -18,6 +18,7 @@ from kvferry.transceiver.implementation import Implementation, RuntimeTimes, Tra
 from kvferry.transceiver.memory import PoolMemory
 from kvferry.transceiver.service import add_transceiver_service
 from kvferry.transceiver.stats import FailureClass, TransferStats
+from kvferry.transceiver.wire_format import WireFormat
 
 __all__ = [
     "Agent",
@@ -36,6 +37,7 @@ __all__ = [
     "Transceiver",
     "TransceiverParts",
     "TransferStats",
+    "WireFormat",
     "WorkerIdentity",
     "add_transceiver_service",
     "create_transceiver",

@@ -8,10 +8,14 @@ from importlib import import_module
 
 from kvferry.core import ConfigError, Resolution, Role
 from kvferry.kvcache import KVPool
+from kvferry.kvcache.pool import build_pool
 from kvferry.resolution import RuntimeCapability, build_gaps, default_catalog
 from kvferry.transceiver.base import Transceiver
 from kvferry.transceiver.implementation import Implementation, RuntimeTimes, TransceiverParts, WorkerIdentity
 from kvferry.transceiver.memory import PoolMemory
+from kvferry.transceiver.wire_format import WireFormat, wire_layouts
+from kvferry.transceiver.wire_pool import WirePools
+from kvferry.transceiver.wire_transceiver import WireTransceiver
 
 _BACKEND_SETTING = "transceiver.backend"
 _TIMEOUT_SETTING = "transceiver.transfer_timeout_ms"
@@ -40,10 +44,11 @@ def create_transceiver(
     transfer_timeout_ms: int | None,
     memory: PoolMemory | None = None,
     lease_s: float = 30.0,
+    wire_format: WireFormat = WireFormat.STORED,
 ) -> Transceiver:
     """The transceiver `resolution` names, with `pools` registered and its threads running; `close` it before the
     pools go. endpoint: host:port where `add_transceiver_service` will be reachable for peers. memory: what
-    `pool_memory` gave.
+    `pool_memory` gave. wire_format: other than STORED it takes memory for as many blocks as `pools` have, in 8 bits.
 
     Raises ConfigError naming `transceiver.backend` or `transceiver.runtime` when the pair is not in this version,
     its library is missing, or a time makes no sense. transfer_timeout_ms None: loads end only with their lease.
@@ -71,7 +76,14 @@ def create_transceiver(
         lease_s=lease_s,
         max_lease_s=_MAX_LEASES * lease_s,
     )
-    return implementation.build(TransceiverParts(identity, pools, times, memory))
+    if wire_format is WireFormat.STORED:
+        return implementation.build(TransceiverParts(identity, pools, times, memory))
+    allocate = memory.allocate if memory is not None else None
+    layouts = wire_layouts([pool.layout for pool in pools], wire_format)
+    wire = [build_pool(layout, pool.num_blocks, "cpu", allocate) for layout, pool in zip(layouts, pools, strict=True)]
+    return WireTransceiver(
+        implementation.build(TransceiverParts(identity, wire, times, memory)), WirePools(pools, wire)
+    )
 
 
 def find_implementation(resolution: Resolution) -> Implementation:

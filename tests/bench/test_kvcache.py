@@ -77,11 +77,25 @@ def test_costs_and_pools_are_measured_per_core() -> None:
     assert pools[0].ratio == 1.0
 
 
+def test_runs_are_as_long_as_the_blocks_lie_together() -> None:
+    one, many = kvcache.measure_runs(("V1", "V2"), shapes=((1_024, 3),), requests=60)
+    assert (one.manager, many.manager, one.requests, one.live_requests) == ("V1", "V2", 60, 3)
+    for row in (one, many):
+        assert 1 < row.last_run_blocks < row.first_run_blocks <= row.blocks * 2
+        assert 7 < row.blocks < 270
+
+
+def test_a_fresh_pool_gives_one_run() -> None:
+    (row,) = kvcache.measure_runs(("V2",), shapes=((1_024, 1),), requests=1)
+    assert row.first_run_blocks == row.last_run_blocks == row.blocks
+
+
 def test_the_report_is_one_json_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     short = [TraceRequest(0, 1024, 1, (1, 2)), TraceRequest(1, 1024, 1, (1, 3))]
     monkeypatch.setattr(kvcache, "load_trace", lambda: short)
     monkeypatch.setattr(kvcache, "measure_costs", lambda: [])
     monkeypatch.setattr(kvcache, "measure_pools", lambda: [])
+    monkeypatch.setattr(kvcache, "measure_runs", lambda: [])
     kvcache.main(["--json"])
     report = json.loads(capsys.readouterr().out)
     assert {row["hit_ratio"] for row in report["rows"]} == {0.25}

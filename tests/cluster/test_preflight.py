@@ -101,6 +101,7 @@ def test_a_config_that_does_not_fit(
         ({"engine.device": "quantum"}, "engine.device", "'quantum' cannot be used"),
         ({"decode.engine.device": "xla"}, "engine.device", "'xla' cannot be used"),
         ({"kv_cache.bytes": 100}, "kv_cache.bytes", "raise kv_cache.bytes to at least"),
+        ({"transceiver.wire_format": "int4"}, "transceiver.wire_format", "int8"),
         ({"kv_cache.bytes": 900 << 40}, "kv_cache.bytes", "lower kv_cache.bytes"),
     ],
 )

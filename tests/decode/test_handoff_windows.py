@@ -14,6 +14,7 @@ from kvferry.core import (
     BlockTable,
     DecodeLeg,
     GroupKind,
+    HandOffPart,
     KVLayout,
     Lifecycle,
     ModelLimits,
@@ -91,7 +92,7 @@ class Link:
 
     source: KVCacheManager
     target: KVCacheManager
-    hold: BlockHold
+    holds: dict[bytes, BlockHold]
     done: list[Callable[[], None]] = field(default_factory=list)
 
     def start(
@@ -103,7 +104,9 @@ class Link:
         done: Callable[[LoadOutcome], None],
     ) -> int:
         here = rank_of(self.target)
-        plan = plan_transfer(RankTables(rank_of(self.source), self.hold.tables), RankTables(here, tables), tokens)
+        plan = plan_transfer(
+            RankTables(rank_of(self.source), self.holds[handle].tables), RankTables(here, tables), tokens
+        )
         execute(plan.copies)
         self.done.append(lambda: done(LoadOutcome(plan.nbytes, in_part=arrives_in_part(plan, here, tokens))))
         return 1
@@ -127,7 +130,7 @@ def test_a_block_that_came_in_part_serves_its_own_request_only(
     for stop in range(1, len(PROMPT) + 1):
         cache.reserve(stop)
         compute(cache, prefill.pools, PROMPT, stop)
-    link = Link(prefill, decode, cache.pin())
+    link = Link(prefill, decode, {b"handle": cache.pin()})
     events: dict[int, list[Any]] = {}
     runner: Any = Runner(EngineSettings(tokens_per_block=ours))
     scheduler = GenerationScheduler(runner, decode, lambda key, event: events.setdefault(key, []).append(event), link)
@@ -152,5 +155,50 @@ def test_a_block_that_came_in_part_serves_its_own_request_only(
     other = sequence([*PROMPT[:shared], 9, 9, 9])
     scheduler.add(other)
     assert finish(other.key).usage.cached_tokens == reused
+    decode.check_integrity()
+    assert decode.counts().free == decode.counts().total
+
+
+@pytest.mark.parametrize("steps", [(30, 61, 99, 116), (64, 116), (8, 16, 24, 105, 113, 116)])
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 16), (8, 16), (16, 16), (16, 4)])
+def test_a_window_that_came_in_parts_holds_what_is_looked_at(theirs: int, ours: int, steps: tuple[int, ...]) -> None:
+    """Each part ends where a step of prefill did, and moves what its window holds then. `compute` checks what positions
+    look back to."""
+    prefill, decode = manager_of(theirs), manager_of(ours)
+    cache = prefill.open("", PROMPT, max_reuse=0)
+    link = Link(prefill, decode, {})
+    parts = []
+    for stop in steps:
+        cache.reserve(stop)
+        compute(cache, prefill.pools, PROMPT, stop)
+        part = HandOffPart(b"%d" % stop, stop)
+        link.holds[part.handle] = cache.pin()
+        parts.append(part)
+    events: dict[int, list[Any]] = {}
+    runner: Any = Runner(EngineSettings(tokens_per_block=ours))
+    scheduler = GenerationScheduler(runner, decode, lambda key, event: events.setdefault(key, []).append(event), link)
+    request = WorkerRequest("r", tuple(PROMPT), SamplingParams(max_tokens=4, temperature=0.0))
+
+    def sequence(asked: WorkerRequest) -> EngineSequence[DecodeLeg]:
+        return EngineSequence(asked, Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS), runner.limits, None)
+
+    loaded = sequence(request)
+    scheduler.add_reserved(loaded)
+    scheduler.step()
+    for part in parts[:-1]:
+        scheduler.add_part(loaded.key, part)
+        link.done.pop()()
+    scheduler.start(loaded.key, replace(request, output_token_ids=(7,)), parts[-1].handle, 0)
+    link.done.pop()()
+    followers = [sequence(replace(request, prompt_token_ids=(*PROMPT[:shared], 9, 9, 9))) for shared in (50, 112, 116)]
+    for follower in (None, *followers):
+        if follower is not None:
+            scheduler.add(follower)
+        while scheduler.step():
+            pass
+    for key in (loaded.key, *(follower.key for follower in followers)):
+        last = events[key][-1]
+        assert isinstance(last, OutputDelta), last
+        assert last.finish_reason is not None
     decode.check_integrity()
     assert decode.counts().free == decode.counts().total

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
-from echo_engine import BLOCK, LAYOUT, expected_output
-from echo_link import Pair
+from dataclasses import replace
+from typing import Any
 
-from kvferry.core import DecodeLeg, HandOffPart, PrefillLeg, RequestCancelledError, TransferError
-from kvferry.engine import Sequence
-from kvferry.prefill import PrefillResult
+import pytest
+from echo_engine import BLOCK, LAYOUT, EchoRunner, expected_output
+from echo_link import Link, Pair
+
+from kvferry.core import (
+    PREFILL_TRANSITIONS,
+    DecodeLeg,
+    GroupKind,
+    HandOffPart,
+    Lifecycle,
+    PrefillLeg,
+    RequestCancelledError,
+    SamplingParams,
+    TransferError,
+    WorkerRequest,
+)
+from kvferry.engine import EngineSettings, Sequence
+from kvferry.kvcache import create_manager
+from kvferry.prefill import PrefillResult, PrefillScheduler
 
 PROMPT = list(range(10, 60))  # 50 tokens: computed as 18, 18, 14
 STOPS = [16, 36]  # whole blocks of 4
@@ -205,6 +220,21 @@ def test_cancel_before_there_is_room() -> None:
 
 
 class TestPrefill:
+    def test_parts_of_a_window_end_where_the_step_did(self) -> None:
+        layout = replace(LAYOUT, kind=GroupKind.WINDOW, window=100)
+        settings = EngineSettings(tokens_per_block=BLOCK, step_token_budget=18)
+        manager = create_manager("V2", (layout,), 64 * layout.slot_nbytes)
+        events: list[object] = []
+        runner: Any = EchoRunner(settings, layouts=(layout,))
+        link = Link(manager, manager)
+        scheduler = PrefillScheduler(runner, manager, lambda _, event: events.append(event), link)
+        request = WorkerRequest("r", tuple(PROMPT), SamplingParams(max_tokens=2, temperature=0.0))
+        leg = Lifecycle(PrefillLeg.QUEUED, PREFILL_TRANSITIONS)
+        scheduler.add_in_parts(Sequence(request, leg, runner.limits, None))
+        while scheduler.step():
+            pass
+        assert [event.stop for event in events if isinstance(event, HandOffPart)] == [18, 36]
+
     def test_cancel_in_the_middle_withdraws_the_parts(self) -> None:
         pair = Pair(budget=18)
         sequence = pair.add_prefill(PROMPT, in_parts=True)
@@ -221,6 +251,12 @@ class TestPrefill:
         assert [part.stop for part in pair.parts(sequence)] == STOPS
         assert pair.events[sequence.key][-1].handle == b""
         pair.assert_nothing_held()
+
+    def test_states_are_handed_off_whole(self) -> None:
+        pair = Pair(states=True, budget=18)
+        sequence, result = prefilled_in_parts(pair)
+        assert pair.parts(sequence) == []
+        assert result.handle
 
     def test_a_prompt_of_one_step_has_no_parts(self) -> None:
         pair = Pair()

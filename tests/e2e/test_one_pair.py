@@ -29,9 +29,11 @@ TEXTS = [
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 64, 65, 129, 1100]
 
 
-@pytest.fixture(scope="module")
-def cluster(start_cluster: Callable[..., Any]) -> Iterator[Any]:
-    return start_cluster("--kv_cache.bytes", "384MiB")
+@pytest.fixture(scope="module", params=["prefill_first", "decode_first"])
+def cluster(request: pytest.FixtureRequest, start_cluster: Callable[..., Any]) -> Iterator[Any]:
+    cluster = start_cluster("--kv_cache.bytes", "384MiB", "--router.schedule", request.param)
+    yield cluster
+    cluster.run("down")
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,16 @@ ROUTES = {
         ("MOONCAKE/PYTHON", "V2"),
         ("MOONCAKE/PYTHON", "V2"),
     ),
+    "nixl-cpp-decode-first": (
+        ("--runtime", "CPP", "--router.schedule", "decode_first"),
+        ("NIXL/CPP", "V1"),
+        ("NIXL/CPP", "V1"),
+    ),
+    "shm-decode-first": (
+        ("--backend", "SHM", "--router.schedule", "decode_first"),
+        ("SHM/PYTHON", "V2"),
+        ("SHM/PYTHON", "V2"),
+    ),
     "nixl-mixed": (
         ("--runtime", "PYTHON", "--manager", "V1", "--decode.transceiver.runtime", "CPP"),
         ("NIXL/PYTHON", "V1"),

@@ -23,6 +23,15 @@ MANY = replace(GREEDY, max_tokens=300)
 Prompt = Callable[[int, int], list[int]]
 
 
+@pytest.fixture(scope="module", params=["prefill_first", "decode_first"])
+def pair(request: pytest.FixtureRequest, start_plain: Any) -> Iterator[PlainCluster]:
+    """One prefill worker that takes prompts in small steps and one decode worker, under either schedule."""
+    settings = {"transceiver.lease_s": 2.0, "prefill.engine.step_token_budget": 16, "engine.max_batch": 256}
+    cluster = start_plain(1, 1, 256, **settings, **{"router.schedule": request.param})
+    yield cluster
+    cluster.close()
+
+
 @pytest.fixture(autouse=True)
 def as_before(pair: PlainCluster, golden: Any, prompt: Prompt) -> Iterator[None]:
     """After each test: no block is missing well before a lease would have brought it back, and a probe is answered."""

@@ -25,10 +25,11 @@ LONG = replace(GREEDY, max_tokens=150)
 Prompt = Callable[[int, int], list[int]]
 
 
-@pytest.fixture(scope="module")
-def four(start_plain: Any) -> Iterator[PlainCluster]:
-    """Two prefill and two decode workers."""
-    cluster = start_plain(2, 2, 256, **{"transceiver.lease_s": LEASE_S, "router.worker_wait_s": 5})
+@pytest.fixture(scope="module", params=["prefill_first", "decode_first"])
+def four(request: pytest.FixtureRequest, start_plain: Any) -> Iterator[PlainCluster]:
+    """Two prefill and two decode workers, under either schedule. A prompt of 300 tokens takes several steps."""
+    settings = {"transceiver.lease_s": LEASE_S, "router.worker_wait_s": 5, "router.schedule": request.param}
+    cluster = start_plain(2, 2, 256, **settings)
     yield cluster
     cluster.close()
 

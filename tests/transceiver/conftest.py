@@ -264,7 +264,8 @@ def make_pool(layout: KVLayout, blocks: int, allocate: Callable[[int], torch.Ten
     buffer.random_(0, 256)
     generations.copy_(torch.arange(100, 100 + blocks))
     shape = (blocks, len(layout.layers), layout.planes, layout.kv_heads, layout.tokens_per_block, layout.head_dim)
-    view = buffer.view(torch.int32).view(shape)  # integers: no NaN, which differs from itself
+    integers = {4: torch.int32, 2: torch.int16, 1: torch.int8}[layout.dtype.nbytes]  # no NaN, which differs from itself
+    view = buffer.view(integers).view(shape)
     return KVPool(layout, blocks, buffer, view, generations)
 
 

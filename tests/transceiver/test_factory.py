@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import ConfigError, Resolution, Role
-from kvferry.transceiver import create_transceiver, pool_memory
+from kvferry.core import ConfigError, DType, GroupKind, KVLayout, Resolution, Role
+from kvferry.kvcache.pool import build_pool
+from kvferry.transceiver import WireFormat, create_transceiver, pool_memory
 from kvferry.transceiver.memory import SharedArena
 
 
@@ -74,3 +75,24 @@ def test_cpp_runs_without_a_deadline(resolved: Resolution) -> None:
     made = create_transceiver(**arguments(replace(resolved, runtime="CPP", manager="V1"), transfer_timeout_ms=None))
     assert made.local.agent_metadata
     made.close()
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [(WireFormat.INT8, DType.INT8), (WireFormat.FP8, DType.FLOAT8)])
+def test_a_wire_format_moves_pools_of_its_own(resolved: Resolution, wire: WireFormat, dtype: DType) -> None:
+    layout = KVLayout(GroupKind.FULL, layers=(0, 1), kv_heads=2, head_dim=4, tokens_per_block=4)
+    pool = build_pool(layout, 8, "cpu")
+    made = create_transceiver(**arguments(replace(resolved, backend="NIXL"), pools=[pool], wire_format=wire))
+    try:
+        (moved,) = made.local.layouts
+        assert (moved.dtype, moved.head_dim, moved.kv_heads) == (dtype, 8, 2)
+        assert made.local.pools[0].addr != pool.region.addr
+        assert made.local.pools[0].nbytes == pool.region.nbytes // 2
+    finally:
+        made.close()
+
+
+def test_states_have_no_wire_format(resolved: Resolution) -> None:
+    pool = build_pool(KVLayout(GroupKind.SSM, layers=(0,), kv_heads=2, head_dim=4, tokens_per_block=1), 2, "cpu")
+    with pytest.raises(ConfigError, match="this model caches ssm states: set it to stored") as caught:
+        create_transceiver(**arguments(resolved, pools=[pool], wire_format=WireFormat.INT8))
+    assert caught.value.field == "transceiver.wire_format"

@@ -1,0 +1,67 @@
+"""KV as it may travel: each row (one head of one token) as 8-bit numbers and a scale of its own.
+
+The wire has a layout of its own, whose rows are the stored ones' in 8 bits with the float32 scale behind them, so that
+planning, checking and moving need not know what a row means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+
+import torch
+
+from kvferry.core import ConfigError, DType, KVLayout
+from kvferry.kvcache import KVPool
+
+_SCALE_NBYTES = 4
+_SMALLEST = 1e-30
+"""Of the largest magnitude in a row: a row of zeros has a scale too."""
+
+
+class WireFormat(Enum):
+    """STORED: as it is in the pools. FP8: e4m3, about two digits of each number. INT8: steps of 1/127 of the largest
+    magnitude in the row."""
+
+    STORED = "stored"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+_DTYPES = {WireFormat.FP8: DType.FLOAT8, WireFormat.INT8: DType.INT8}
+_LARGEST = {DType.FLOAT8: 448.0, DType.INT8: 127.0}
+
+
+def wire_layouts(layouts: Sequence[KVLayout], wire: WireFormat) -> tuple[KVLayout, ...]:
+    """Raises ConfigError for what has no rows of numbers: a state of a state-space layer."""
+    return tuple(layouts) if wire is WireFormat.STORED else tuple(_quantised(layout, wire) for layout in layouts)
+
+
+def _quantised(layout: KVLayout, wire: WireFormat) -> KVLayout:
+    if layout.kind.is_state:
+        raise ConfigError(
+            f"transceiver.wire_format {wire.value} is for keys and values, and this model caches {layout.kind.value} "
+            "states: set it to stored",
+            field="transceiver.wire_format",
+        )
+    return replace(layout, dtype=_DTYPES[wire], head_dim=layout.head_dim + _SCALE_NBYTES)
+
+
+def encode(stored: KVPool, blocks: Sequence[int], wire: KVPool, slots: Sequence[int]) -> None:
+    """Fills `slots` of the wire pool with what `blocks` of the stored one hold."""
+    rows = stored.view[torch.tensor(blocks, dtype=torch.int64)].float()
+    scales = rows.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST) / _LARGEST[wire.layout.dtype]
+    numbers = rows / scales
+    if wire.layout.dtype is DType.INT8:
+        numbers = numbers.round()
+    packed = numbers.to(wire.view.dtype).view(torch.uint8)
+    target = wire.view.view(torch.uint8)
+    target[torch.tensor(slots, dtype=torch.int64)] = torch.cat([packed, scales.view(torch.uint8)], -1)
+
+
+def decode(wire: KVPool, slots: Sequence[int]) -> torch.Tensor:
+    """What `slots` of a wire pool say: float32 in the order of the stored pool's view."""
+    packed = wire.view.view(torch.uint8)[torch.tensor(slots, dtype=torch.int64)]
+    numbers = packed[..., :-_SCALE_NBYTES].contiguous().view(wire.view.dtype).float()
+    return numbers * packed[..., -_SCALE_NBYTES:].contiguous().view(torch.float32)
