@@ -5,6 +5,7 @@ from kvferry.engine.generation import DecodeSequence, GenerationScheduler, KVLoa
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.linear import linear_factory
 from kvferry.engine.llm import LLM, BeamCompletion, BeamSequence, Completion
+from kvferry.engine.rank_group import RankLostError
 from kvferry.engine.runner import Chunk, ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit
@@ -32,6 +33,7 @@ __all__ = [
     "Kernels",
     "LoadOutcome",
     "ModelRunner",
+    "RankLostError",
     "Sampled",
     "Sequence",
     "abort",
