@@ -12,11 +12,13 @@ import torch
 
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.roles import RolePlan
-from kvferry.core import CheckpointError, ConfigError
-from kvferry.engine import EngineSettings
+from kvferry.core import CheckpointError, ConfigError, Resolution
+from kvferry.engine import EngineSettings, rank_device, rank_layouts
+from kvferry.kvcache.factory import NO_CONNECTORS_OF_RANKS, NO_TIERS_OF_RANKS
 from kvferry.kvcache.pool import blocks_for_budget
 from kvferry.models import CausalLM, inspect_model
 from kvferry.text import Tokenizer
+from kvferry.transceiver import RANKS_NEED_PYTHON
 from kvferry.transceiver.memory import available_nbytes
 
 
@@ -36,13 +38,20 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
         max_context_tokens=engine.max_context_tokens,
         min_partial_tokens=cache.min_partial_tokens,
         snapshot_tokens=cache.snapshot_tokens,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
     )
 
 
 def check_worker_settings(config: WorkerConfig) -> None:
-    """What one worker needs of the machine it runs on: its device, and memory for its pools. Raises ConfigError."""
-    engine_settings(config, threads=None)
-    check_device(config.engine.device)
+    """What one worker needs of the machine it runs on: its devices, and memory for its pools. Raises ConfigError."""
+    settings = engine_settings(config, threads=None)
+    for rank in range(settings.ranks):
+        check_device(rank_device(settings, rank))
+    if settings.ranks > 1 and config.kv_cache.host_bytes:
+        raise ConfigError(NO_TIERS_OF_RANKS, field="kv_cache.host_bytes")
+    if settings.ranks > 1 and config.kv_cache.connector is not None:
+        raise ConfigError(NO_CONNECTORS_OF_RANKS, field="kv_cache.connector")
     if torch.device(config.engine.device).type == "cpu":
         check_memory(config.kv_cache.bytes + config.kv_cache.host_bytes, workers=1)
 
@@ -63,7 +72,18 @@ def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
     _check_vocabulary(Tokenizer.load(model_dir), model, model_dir)
     for plan in plans:
         settings = engine_settings(plan.config, threads=None)
-        blocks_for_budget(model.layouts(settings.tokens_per_block, settings.kv_dtype), plan.config.kv_cache.bytes)
+        check_ranks(settings, plan.resolution)
+        layouts = rank_layouts(model_dir, settings) if settings.ranks > 1 else []
+        held = [layout for rank in layouts for layout in rank]
+        whole = model.layouts(settings.tokens_per_block, settings.kv_dtype)
+        blocks_for_budget(held or whole, plan.config.kv_cache.bytes)
+
+
+def check_ranks(settings: EngineSettings, resolution: Resolution) -> None:
+    """Raises ConfigError when workers of several ranks cannot exchange KV through the transceiver they resolved to."""
+    if settings.ranks > 1 and resolution.runtime not in (None, "PYTHON"):
+        setting = "engine.tensor_parallel" if settings.tensor_parallel > 1 else "engine.pipeline_parallel"
+        raise ConfigError(f"transceiver {resolution.transceiver}: {RANKS_NEED_PYTHON}", field=setting)
 
 
 def check_device(name: str) -> None:

@@ -104,10 +104,11 @@ class RankLeader:
         blocks = blocks_for_budget([layout for layouts in self.layouts for layout in layouts], nbytes)
         return blocks * sum(layout.slot_nbytes for layout in self.layouts[0])
 
-    def serve(self, pools: Sequence[KVPool]) -> list[Message]:
-        """Every rank makes pools of as many blocks as this rank has. What each says of itself, in order of ranks."""
+    def serve(self, pools: Sequence[KVPool], told: Message | None = None) -> list[Message]:
+        """Every rank makes pools of as many blocks as this rank has. told: to what is attached to the engine there.
+        Returns what each says of itself, in order of ranks."""
         for child in self.children:
-            child.tell({"blocks": [pool.num_blocks for pool in pools]})
+            child.tell({"blocks": [pool.num_blocks for pool in pools], **(told or {})})
         facts = [_checked(child.answer("serving", JOIN_S)) for child in self.children]
         self._ticker.start()
         return facts
@@ -123,6 +124,11 @@ class RankLeader:
             changes = self.page_log.drain()
             self.group.announce(encode_message(StepMessage(kind, self._number, changes, plan)))
             return self._number
+
+    @property
+    def number(self) -> int:
+        """Of the latest message."""
+        return self._number
 
     def fail(self, error: Exception) -> RankLostError:
         """A step of this rank failed half-way, so the ranks are no longer in step: the worker is lost."""

@@ -121,9 +121,10 @@ class ModelRunner:
         """What of `nbytes` for the worker's pools is this rank's. Raises ConfigError when it is too little."""
         return self.leader.budget(nbytes) if self.leader is not None else nbytes
 
-    def open_pools(self, pools: Seq[KVPool]) -> list[Message]:
-        """Call once, before the first step: the other ranks make their pools like these. Returns what each says."""
-        return self.leader.serve(pools) if self.leader is not None else []
+    def open_pools(self, pools: Seq[KVPool], told: Message | None = None) -> list[Message]:
+        """Call once, before the first step: the other ranks make their pools like these. told: see `RankLeader.serve`.
+        Returns what each says."""
+        return self.leader.serve(pools, told) if self.leader is not None else []
 
     def execute(self, chunks: Seq[Chunk], pools: Seq[KVPool]) -> list[Sampled | None]:
         """Computes the chunks and samples for those that complete; None for the others.

@@ -37,13 +37,17 @@ class Stage:
         if not self.shard.last_stage:
             self.group.send(out, self.shard.rank + self.shard.tp_size)
         # Logits are the last stage's, and whole on each of its ranks: its first one sends them where they are sampled.
+        # Of none it sends one zero: when rank 0 goes on, all K and V of the step are written, on every rank.
         rows, sender = len(plan.logit_rows), (self.shard.pp_size - 1) * self.shard.tp_size
-        if rows and self.shard.rank == sender:
-            self.group.send(out, 0)
+        if self.shard.rank == sender:
+            self.group.send(out if rows else out.new_zeros(1, 1), 0)
         if self.shard.rank != 0:
             return None
         vocab = self.model.limits.vocab_size
-        return self.group.receive(rows, vocab, sender) if rows else torch.empty(0, vocab, device=self.device)
+        if rows:
+            return self.group.receive(rows, vocab, sender)
+        self.group.receive(1, 1, sender)
+        return torch.empty(0, vocab, device=self.device)
 
     def _batch(self, plan: StepPlan, pools: Sequence[KVPool]) -> ForwardBatch:
         hidden = None

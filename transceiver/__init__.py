@@ -12,14 +12,23 @@ from kvferry.transceiver.base import (
     Transceiver,
 )
 from kvferry.transceiver.builtin import python_transceiver
-from kvferry.transceiver.factory import create_transceiver, pool_memory
+from kvferry.transceiver.factory import RANKS_NEED_PYTHON, create_transceiver, pool_memory, serve_ranks
 from kvferry.transceiver.handshake import IncompatiblePeerError
-from kvferry.transceiver.implementation import Implementation, RuntimeTimes, TransceiverParts, WorkerIdentity
+from kvferry.transceiver.implementation import (
+    Implementation,
+    RankPlace,
+    RuntimeTimes,
+    TransceiverParts,
+    WorkerIdentity,
+)
 from kvferry.transceiver.memory import PoolMemory
+from kvferry.transceiver.python_runtime import PythonTransceiver
+from kvferry.transceiver.ranked import OtherRank, PartRequest, RankedTransceiver
 from kvferry.transceiver.service import add_transceiver_service
 from kvferry.transceiver.stats import FailureClass, TransferStats
 
 __all__ = [
+    "RANKS_NEED_PYTHON",
     "Agent",
     "CancelOutcome",
     "CompletedOperation",
@@ -31,7 +40,12 @@ __all__ = [
     "LoadResult",
     "OpState",
     "Operation",
+    "OtherRank",
+    "PartRequest",
     "PoolMemory",
+    "PythonTransceiver",
+    "RankPlace",
+    "RankedTransceiver",
     "RuntimeTimes",
     "Transceiver",
     "TransceiverParts",
@@ -41,4 +55,5 @@ __all__ = [
     "create_transceiver",
     "pool_memory",
     "python_transceiver",
+    "serve_ranks",
 ]
