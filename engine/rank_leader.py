@@ -26,8 +26,8 @@ from kvferry.models import Shard, inspect_model
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 120.0
-"""How long ranks have to start, and again to load their weights for every GiB of the checkpoint."""
+JOIN_S = 300.0
+"""How long a rank has to start, and again to load its weights and to make its pools."""
 STEP_TIMEOUT_S = 60.0
 SIGN_OF_LIFE_S = 5.0
 RANK_MODULE = "kvferry.engine.rank_process"

@@ -24,8 +24,9 @@ from kvferry.engine.spans import AttentionChunk
 from kvferry.engine.stage import Stage
 from kvferry.engine.step_message import MessageKind, StepPlan
 from kvferry.kvcache import KVCache, KVPool, PageLog
-from kvferry.models import load_model, read_config
+from kvferry.models import load_model
 from kvferry.models.checked import count, text_config
+from kvferry.resolution import read_config
 
 logger = logging.getLogger(__name__)
 

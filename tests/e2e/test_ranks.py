@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from families import BLOCK, FAMILIES
 from plain_cluster import PlainCluster
 from transformers import LlamaConfig
 
-from kvferry.core import DType, SamplingParams
+from kvferry.core import DType, SamplingParams, UnavailableError
 from kvferry.models import inspect_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -59,7 +62,7 @@ def start_pair(
     for role, (tensor, pipeline) in (("prefill", prefill), ("decode", decode)):
         settings[f"{role}.engine.tensor_parallel"] = tensor
         settings[f"{role}.engine.pipeline_parallel"] = pipeline
-    cluster = PlainCluster(_checkpoint(name, work_dir, tiny_llama_dir), work_dir, settings, start_s=240.0)
+    cluster = PlainCluster(_checkpoint(name, work_dir, tiny_llama_dir), work_dir, settings, start_s=480.0)
     try:
         cluster.start(prefill=1, decode=1)
     except BaseException:
@@ -143,3 +146,60 @@ def test_workers_of_unequal_ranks_are_golden(
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(alive(pid) for pid in pids)
+
+
+def test_one_rank_killed_ends_the_worker_and_the_next_one_serves(
+    tmp_path: Path, tiny_llama_dir: Path, reference: Any, assert_golden: Any
+) -> None:
+    """In the middle of requests, on the decode side; then again on the prefill side."""
+    cluster = start_pair("llama", (2, 1), (2, 1), tmp_path, tiny_llama_dir)
+    try:
+        model = reference.load(cluster.model_dir)
+        for worker in ("decode-0", "prefill-0"):
+            pids = ranks_of(cluster, worker)
+            assert len(pids) == 2
+            os.kill(pids[1], signal.SIGKILL)
+            assert cluster.servers[worker].wait() == 2, "rank 0 ends, and says that it could not go on"
+            assert not any(alive(pid) for pid in pids)
+            assert "rank 1 of this worker" in cluster.servers[worker].log.read_text()
+            cluster.eventually(
+                lambda worker=worker: not _ready(cluster, worker), f"the router still counts on {worker}", within_s=10
+            )
+            with pytest.raises(UnavailableError):
+                cluster.complete(prompt_of(20, 1), GREEDY)
+            cluster.spawn_worker(worker)
+            cluster.await_workers(["prefill-0", "decode-0"])
+            assert set(ranks_of(cluster, worker)).isdisjoint(pids)
+            prompt = prompt_of(40, len(pids))
+            assert_golden(model, prompt, cluster.complete(prompt, GREEDY).token_ids)
+        cluster.assert_baseline()
+    finally:
+        cluster.close()
+
+
+def _ready(cluster: PlainCluster, worker: str) -> bool:
+    return any(each.name == worker and each.state == "ready" for each in cluster.router_status().workers)
+
+
+def test_requests_of_a_killed_rank_are_answered_by_another_worker(
+    tmp_path: Path, tiny_llama_dir: Path, reference: Any, assert_golden: Any
+) -> None:
+    cluster = start_pair("llama", (1, 1), (2, 1), tmp_path, tiny_llama_dir)
+    try:
+        model = reference.load(cluster.model_dir)
+        cluster.spawn_worker("decode-1")
+        cluster.await_workers(["prefill-0", "decode-0", "decode-1"])
+        long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+        prompts = [prompt_of(20, seed) for seed in range(4)]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            answers = [threads.submit(cluster.complete, prompt, long) for prompt in prompts]
+            cluster.eventually(
+                lambda: cluster.describe("decode-1").requests.get("running", 0) > 0, "decode-1 gets no request"
+            )
+            os.kill(ranks_of(cluster, "decode-1")[1], signal.SIGKILL)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert len(answer.result().token_ids) == 200
+                assert_golden(model, prompt, answer.result().token_ids)
+        cluster.assert_baseline("prefill-0", "decode-0")
+    finally:
+        cluster.close()
