@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +121,8 @@ def _row(spans: Sequence[tuple[float, float, int]], batch: int, name: str) -> St
 def measure(model_dir: Path, threads: int = 2, batches: Sequence[int] = (1, 8, 16)) -> list[StepRow]:
     """Runs every batch size twice: greedy, and sampled with every filter on."""
     runner = ModelRunner.load(model_dir, EngineSettings(threads=threads))
-    timed = TimedModel(runner.model)
-    runner.model = timed  # type: ignore[assignment]
+    timed = TimedModel(runner.stage.model)
+    runner.stage = replace(runner.stage, model=timed)  # type: ignore[arg-type]
     tokenizer = Tokenizer.load(model_dir)
     common = {"max_tokens": DECODE_STEPS, "ignore_eos": True, "seed": 1}
     choices = {

@@ -72,6 +72,10 @@ def _worker_dict(worker: WorkerStatus) -> dict[str, Any]:
         "max_batch": worker.max_batch,
         "peers": list(worker.peers),
         "peer_errors": dict(worker.peer_errors),
+        "ranks": [
+            {"rank": rank.rank, "tp_rank": rank.tp_rank, "pp_rank": rank.pp_rank, "pid": rank.pid}
+            for rank in worker.ranks
+        ],
     }
 
 
@@ -95,6 +99,12 @@ def status_view(status: dict[str, Any]) -> Group:
         )
         sources = f"{resolution['runtime_source'] or '-'}/{resolution['manager_source']}"
         reasons.append(f"{worker['name']} ({worker['role']}, by {sources}): {resolution['reason']}")
+        if len(worker["ranks"]) > 1:
+            places = [
+                f"{each['rank']} (tp {each['tp_rank']}, pp {each['pp_rank']}, pid {each['pid']})"
+                for each in worker["ranks"]
+            ]
+            reasons.append(f"{worker['name']} ranks: {', '.join(places)}")
         reasons += [f"{worker['name']}: {worker['state_reason']}"] if worker["state_reason"] else []
         reasons += [f"{worker['name']}: {error}" for error in worker["peer_errors"].values()]
     router = status["router"]

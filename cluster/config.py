@@ -103,7 +103,9 @@ class EngineConfig(Section):
     kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="auto: the compiled CPU kernels if they can be loaded, else torch's"
     )
-    threads: int | None = Field(default=None, ge=1, description="compute threads of one worker; null: cores / workers")
+    threads: int | None = Field(default=None, ge=1, description="compute threads of one rank; null: cores / ranks")
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description="ranks, a process each, that share every layer")
+    pipeline_parallel: int = Field(default=1, ge=1, le=64, description="groups of such ranks, with some layers each")
     max_batch: int = Field(default=64, ge=1, description="sequences computed in one step")
     step_token_budget: int = Field(default=512, ge=1, description="most tokens of one step")
     max_step_ms: float = Field(default=250.0, ge=1, description="steps shrink to stay below it; cancels wait for one")

@@ -23,7 +23,7 @@ from kvferry.cluster.roles import (
     early_model_config,
     model_limits,
     plan_roles,
-    threads_per_worker,
+    threads_per_rank,
 )
 from kvferry.cluster.state_file import (
     ClusterState,
@@ -157,7 +157,7 @@ def stop(state_dir: Path, state: ClusterState) -> list[str]:
 
 
 def worker_specs(blueprint: Blueprint, router_endpoint: str, logs: Path) -> list[WorkerSpec]:
-    config, total = blueprint.config, len(blueprint.worker_names)
+    config, total = blueprint.config, sum(plan.count * plan.ranks for plan in blueprint.plans)
     return [
         WorkerSpec(
             name=name,
@@ -165,7 +165,7 @@ def worker_specs(blueprint: Blueprint, router_endpoint: str, logs: Path) -> list
             model_dir=str(blueprint.model_dir),
             model_name=blueprint.model_name,
             config=plan.config,
-            threads=threads_per_worker(plan.config, total),
+            threads=threads_per_rank(plan.config, total),
             host=config.worker_host,
             router_endpoint=router_endpoint,
             log_dir=str(logs),

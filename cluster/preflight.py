@@ -12,11 +12,13 @@ import torch
 
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.roles import RolePlan
-from kvferry.core import CheckpointError, ConfigError
-from kvferry.engine import EngineSettings
+from kvferry.core import CheckpointError, ConfigError, Resolution
+from kvferry.engine import EngineSettings, rank_device, rank_layouts
+from kvferry.kvcache.factory import NO_CONNECTORS_OF_RANKS, NO_TIERS_OF_RANKS
 from kvferry.kvcache.pool import blocks_for_budget
 from kvferry.models import CausalLM, inspect_model
 from kvferry.text import Tokenizer
+from kvferry.transceiver import RANKS_NEED_PYTHON
 from kvferry.transceiver.memory import available_nbytes
 from kvferry.transceiver.wire_format import WireFormat, wire_layouts
 
@@ -37,13 +39,20 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
         max_context_tokens=engine.max_context_tokens,
         min_partial_tokens=cache.min_partial_tokens,
         snapshot_tokens=cache.snapshot_tokens,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
     )
 
 
 def check_worker_settings(config: WorkerConfig) -> None:
-    """What one worker needs of the machine it runs on: its device, and memory for its pools. Raises ConfigError."""
-    engine_settings(config, threads=None)
-    check_device(config.engine.device)
+    """What one worker needs of the machine it runs on: its devices, and memory for its pools. Raises ConfigError."""
+    settings = engine_settings(config, threads=None)
+    for rank in range(settings.ranks):
+        check_device(rank_device(settings, rank))
+    if settings.ranks > 1 and config.kv_cache.host_bytes:
+        raise ConfigError(NO_TIERS_OF_RANKS, field="kv_cache.host_bytes")
+    if settings.ranks > 1 and config.kv_cache.connector is not None:
+        raise ConfigError(NO_CONNECTORS_OF_RANKS, field="kv_cache.connector")
     if torch.device(config.engine.device).type == "cpu":
         check_memory(config.kv_cache.bytes + config.kv_cache.host_bytes, workers=1)
 
@@ -64,9 +73,29 @@ def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
     _check_vocabulary(Tokenizer.load(model_dir), model, model_dir)
     for plan in plans:
         settings = engine_settings(plan.config, threads=None)
-        layouts = model.layouts(settings.tokens_per_block, settings.kv_dtype)
-        blocks_for_budget(layouts, plan.config.kv_cache.bytes)
-        wire_layouts(layouts, WireFormat(plan.config.transceiver.wire_format))
+        wire = WireFormat(plan.config.transceiver.wire_format)
+        check_ranks(settings, plan.resolution, wire)
+        layouts = rank_layouts(model_dir, settings) if settings.ranks > 1 else []
+        held = [layout for rank in layouts for layout in rank]
+        whole = model.layouts(settings.tokens_per_block, settings.kv_dtype)
+        blocks_for_budget(held or whole, plan.config.kv_cache.bytes)
+        wire_layouts(whole, wire)
+
+
+def check_ranks(settings: EngineSettings, resolution: Resolution, wire: WireFormat) -> None:
+    """Raises ConfigError when workers of several ranks cannot exchange KV through the transceiver they resolved to, or
+    in this wire format."""
+    if settings.ranks == 1:
+        return
+    setting = "engine.tensor_parallel" if settings.tensor_parallel > 1 else "engine.pipeline_parallel"
+    if resolution.runtime not in (None, "PYTHON"):
+        raise ConfigError(f"transceiver {resolution.transceiver}: {RANKS_NEED_PYTHON}", field=setting)
+    if wire is not WireFormat.STORED:
+        raise ConfigError(
+            f"transceiver.wire_format {wire.value} is built for workers of one rank, and {setting} makes more: set it "
+            "to stored",
+            field="transceiver.wire_format",
+        )
 
 
 def check_device(name: str) -> None:

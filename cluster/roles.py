@@ -60,6 +60,11 @@ class RolePlan:
     resolution: Resolution
 
     @property
+    def ranks(self) -> int:
+        """Processes of one worker."""
+        return self.config.engine.tensor_parallel * self.config.engine.pipeline_parallel
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"{self.role.value}-{index}" for index in range(self.count))
 
@@ -206,10 +211,11 @@ def check_policies(config: ClusterConfig) -> None:
             raise ConfigError(f"router.{key} {name!r} is unknown: known are {known}", field=f"router.{key}")
 
 
-def threads_per_worker(config: WorkerConfig, workers: int, cores: int | None = None) -> int:
-    """The setting, or an equal share of this machine's cores: workers that share cores fight over them badly."""
+def threads_per_rank(config: WorkerConfig, ranks: int, cores: int | None = None) -> int:
+    """The setting, or an equal share of this machine's cores: processes that share cores fight over them badly.
+    ranks: of all workers on this machine."""
     available = cores if cores is not None else len(os.sched_getaffinity(0))
-    return config.engine.threads or max(1, available // max(1, workers))
+    return config.engine.threads or max(1, available // max(1, ranks))
 
 
 def _check_pairs(plans: list[RolePlan]) -> None:

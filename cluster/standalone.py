@@ -33,7 +33,7 @@ from kvferry.cluster.roles import (
     check_open_ports,
     model_limits,
     router_settings,
-    threads_per_worker,
+    threads_per_rank,
 )
 from kvferry.core import ConfigError, KVFerryError, Role
 from kvferry.resolution import read_config, resolution_dict
@@ -142,7 +142,7 @@ def _spec(arguments: Arguments) -> WorkerSpec:
         model_dir=str(_model_dir(config.model)),
         model_name=config.served_model_name or config.model,
         config=settings,
-        threads=threads_per_worker(settings, 1),
+        threads=threads_per_rank(settings, settings.engine.tensor_parallel * settings.engine.pipeline_parallel),
         host=config.worker_host,
         router_endpoint=arguments.router,
         log_dir="",

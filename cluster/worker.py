@@ -6,32 +6,44 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from kvferry.cluster.config_sources import is_loopback
 from kvferry.cluster.membership import PoolMember
-from kvferry.cluster.preflight import check_worker_settings, engine_settings
+from kvferry.cluster.other_ranks import PipeRank, info_from_facts
+from kvferry.cluster.preflight import check_ranks, check_worker_settings, engine_settings
 from kvferry.cluster.roles import WorkerSpec, resolve_worker
-from kvferry.cluster.worker_service import PeerBook, RoleWorker, StatusSource, WorkerIdentity, add_worker_service
-from kvferry.core import ConfigError, Resolution, Role, new_incarnation, resolved_line
+from kvferry.cluster.worker_service import (
+    PeerBook,
+    RankProcess,
+    RoleWorker,
+    StatusSource,
+    WorkerIdentity,
+    add_worker_service,
+)
+from kvferry.core import ConfigError, Resolution, Role, codec, new_incarnation, resolved_line
 from kvferry.decode import DecodeWorker
-from kvferry.engine import ModelRunner, open_connector
+from kvferry.engine import Message, ModelRunner, RankCommand, RankLostError, open_connector, rank_device
 from kvferry.kvcache import KVCacheManager, create_manager
-from kvferry.models import model_fingerprint
+from kvferry.models import Shard, model_fingerprint
 from kvferry.prefill import PrefillWorker
 from kvferry.resolution import prefix_reuse_enabled, read_config
 from kvferry.text import Tokenizer
 from kvferry.transceiver import (
     PoolMemory,
+    RankPlace,
     Transceiver,
     WireFormat,
     add_transceiver_service,
     create_transceiver,
     pool_memory,
+    serve_ranks,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,9 +74,39 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     for warning in resolution.warnings:
         logger.warning("%s", warning)
-    device, cache = spec.config.engine.device, spec.config.kv_cache
     check_worker_settings(spec.config)
-    runner = ModelRunner.load(model_dir, engine_settings(spec.config, spec.threads))
+    settings = engine_settings(spec.config, spec.threads)
+    check_ranks(settings, resolution, WireFormat(spec.config.transceiver.wire_format))
+    runner = ModelRunner.load(model_dir, settings, _rank_command(spec, resolution))
+    try:
+        return _load_rest(spec, resolution, runner, model_config)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _rank_command(spec: WorkerSpec, resolution: Resolution) -> RankCommand:
+    """How the worker's other ranks are started, if it has any."""
+    transceiver = spec.config.transceiver
+    return RankCommand(
+        "kvferry.cluster.rank_process",
+        {
+            "worker": spec.name,
+            "role": spec.role.value,
+            "resolution": codec.resolution_to_bytes(resolution).hex(),
+            "transfer_timeout_ms": transceiver.transfer_timeout_ms,
+            "lease_s": transceiver.lease_s,
+            "log_dir": spec.log_dir,
+            "log_level": spec.log_level,
+            "environ": dict(spec.environ),
+        },
+    )
+
+
+def _load_rest(
+    spec: WorkerSpec, resolution: Resolution, runner: ModelRunner, model_config: Mapping[str, Any]
+) -> LoadedWorker:
+    model_dir, device, cache = Path(spec.model_dir), spec.config.engine.device, spec.config.kv_cache
     reuse = prefix_reuse_enabled(model_config, resolution.manager, cache.prefix_reuse)
     memory = pool_memory(resolution)
     fingerprint = model_fingerprint(model_dir)
@@ -76,15 +118,16 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
     manager = create_manager(
         resolution.manager,
         runner.layouts,
-        cache.bytes,
+        runner.pool_nbytes(cache.bytes),
         prefix_reuse=reuse,
-        device=device,
+        device=device if runner.leader is None else rank_device(runner.settings, 0),
         core=cache.core,
         host_bytes=cache.host_bytes,
         disk_bytes=cache.disk_bytes,
         disk_dir=Path(cache.disk_dir) / fingerprint / spec.name if cache.disk_dir else None,
         connector=connector,
         allocate=memory.allocate if memory is not None else None,
+        page_log=runner.page_log,
     )
     tokenizer = Tokenizer.load(model_dir)
     return LoadedWorker(spec, resolution, runner, manager, memory, tokenizer, fingerprint)
@@ -110,10 +153,18 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
         raise ConfigError(f"worker {spec.name} cannot bind {host}:{spec.port}: {error}", field="worker_host") from None
     endpoint = f"{host}:{port}"
     incarnation = new_incarnation()
-    transceiver = _transceiver(loaded, endpoint, incarnation)
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    _watch_ranks(loaded.runner, lost)
+    try:
+        told = {"endpoint": endpoint, "incarnation": incarnation, "fingerprint": loaded.fingerprint}
+        facts = await asyncio.to_thread(loaded.runner.open_pools, loaded.manager.pools, told)
+        transceiver = _transceiver(loaded, endpoint, incarnation, facts)
+    except BaseException:
+        await asyncio.to_thread(loaded.runner.close)
+        raise
     worker = _role_worker(loaded, transceiver)
     peers = PeerBook(set(), {})
-    source = StatusSource(_identity(loaded, endpoint, incarnation), worker, peers)
+    source = StatusSource(_identity(loaded, endpoint, incarnation, facts), worker, peers)
     try:
         worker.add_to(server)
         add_worker_service(server, source)
@@ -125,19 +176,51 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
         logger.info("%s", line)
         ready(Serving(source, line))
         connect = worker.connect if isinstance(worker, DecodeWorker) and transceiver is not None else None
-        await PoolMember(spec.router_endpoint, source, peers, connect).run()
+        await _until_lost(PoolMember(spec.router_endpoint, source, peers, connect).run(), lost)
     finally:
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(loaded.runner.close)
         await asyncio.to_thread(loaded.manager.close)
         if loaded.memory is not None:
             loaded.memory.close()
 
 
-def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Transceiver | None:
+def _watch_ranks(runner: ModelRunner, lost: asyncio.Future[None]) -> None:
+    """`lost` gets a RankLostError when another rank of this worker has ended."""
+    loop = asyncio.get_running_loop()
+
+    def tell(reason: str) -> None:
+        if not lost.done():
+            lost.set_exception(RankLostError(reason))
+
+    def on_lost(reason: str) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and the server with it
+            loop.call_soon_threadsafe(tell, reason)
+
+    if runner.leader is not None:
+        runner.leader.on_lost = on_lost
+
+
+async def _until_lost(serving: Coroutine[Any, Any, None], lost: asyncio.Future[None]) -> None:
+    """Runs `serving` until it ends, or a rank is lost: that error is raised, and the process must end."""
+    task = asyncio.ensure_future(serving)
+    try:
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        await (lost if lost.done() else task)
+    finally:
+        task.cancel()
+        lost.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str, facts: Sequence[Message]) -> Transceiver | None:
+    """facts: what the other ranks said of themselves."""
     if loaded.resolution.runtime is None:
         return None
-    return create_transceiver(
+    settings, leader = loaded.runner.settings, loaded.runner.leader
+    own = create_transceiver(
         resolution=loaded.resolution,
         worker=loaded.spec.name,
         role=loaded.spec.role,
@@ -149,7 +232,13 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str) -> Trans
         memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
         wire_format=WireFormat(loaded.spec.config.transceiver.wire_format),
+        place=RankPlace(0, settings.tensor_parallel, 0, settings.pipeline_parallel),
     )
+    if leader is None:
+        return serve_ranks(own, ())
+    others = [PipeRank(leader, number, info_from_facts(each)) for number, each in enumerate(facts, 1)]
+    leader.on_message = lambda rank, message: others[rank - 1].heard(message)
+    return serve_ranks(own, others)
 
 
 def _role_worker(loaded: LoadedWorker, transceiver: Transceiver | None) -> RoleWorker:
@@ -169,8 +258,10 @@ def _role_worker(loaded: LoadedWorker, transceiver: Transceiver | None) -> RoleW
     )
 
 
-def _identity(loaded: LoadedWorker, endpoint: str, incarnation: str) -> WorkerIdentity:
-    spec = loaded.spec
+def _identity(loaded: LoadedWorker, endpoint: str, incarnation: str, facts: Sequence[Message]) -> WorkerIdentity:
+    spec, settings = loaded.spec, loaded.runner.settings
+    pids = [os.getpid(), *(int(each["pid"]) for each in facts)]
+    shards = [Shard.of_rank(rank, settings.tensor_parallel, settings.pipeline_parallel) for rank in range(len(pids))]
     return WorkerIdentity(
         name=spec.name,
         role=spec.role,
@@ -182,6 +273,9 @@ def _identity(loaded: LoadedWorker, endpoint: str, incarnation: str) -> WorkerId
         kv_cache_core=loaded.manager.core,
         max_batch=loaded.runner.settings.max_batch,
         resolution=loaded.resolution,
+        ranks=tuple(
+            RankProcess(shard.rank, shard.tp_rank, shard.pp_rank, pid) for shard, pid in zip(shards, pids, strict=True)
+        ),
     )
 
 

@@ -40,6 +40,16 @@ class RoleWorker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One rank of a worker, and its process."""
+
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """What stays the same for one life of a worker."""
 
@@ -53,6 +63,7 @@ class WorkerIdentity:
     kv_cache_core: str
     max_batch: int
     resolution: Resolution
+    ranks: tuple[RankProcess, ...]
 
 
 @dataclass(slots=True)
@@ -98,6 +109,10 @@ class StatusSource:
             max_batch=identity.max_batch,
             peers=sorted(self._peers.ready),
             peer_errors=self._peers.errors,
+            ranks=[
+                admin_pb2.RankStatus(rank=each.rank, tp_rank=each.tp_rank, pp_rank=each.pp_rank, pid=each.pid)
+                for each in identity.ranks
+            ],
         )
 
     async def report(self) -> worker_pb2.WorkerReport:

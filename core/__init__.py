@@ -47,7 +47,14 @@ from kvferry.core.request import (
 )
 from kvferry.core.resolved import Resolution, Source, resolved_line
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer import PROTOCOL_VERSION, BlockTable, HandOffPart, RankInfo, TransferHandle
+from kvferry.core.transfer import (
+    PROTOCOL_VERSION,
+    BlockTable,
+    HandOffPart,
+    RankInfo,
+    TransferHandle,
+    rank_incarnation,
+)
 
 __all__ = [
     "DECODE_TRANSITIONS",
@@ -111,6 +118,7 @@ __all__ = [
     "new_cluster_id",
     "new_incarnation",
     "new_request_id",
+    "rank_incarnation",
     "resolve_max_tokens",
     "resolved_line",
     "scope_digest",

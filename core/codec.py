@@ -355,6 +355,7 @@ def rank_to_wire(rank: RankInfo) -> worker_pb2.RankInfo:
         generations=[_region_to_wire(region) for region in rank.generations],
         agent_metadata=rank.agent_metadata,
         handle_key=rank.handle_key,
+        others=[rank_to_wire(other) for other in rank.others],
     )
 
 
@@ -380,7 +381,24 @@ def rank_from_wire(wire: worker_pb2.RankInfo) -> RankInfo:
         pp_rank=wire.pp_rank,
         pp_size=wire.pp_size,
         protocol_version=wire.protocol_version,
+        others=tuple(rank_from_wire(other) for other in wire.others),
     )
+
+
+def resolution_to_bytes(resolution: Resolution) -> bytes:
+    return resolution_to_wire(resolution).SerializeToString()
+
+
+def resolution_from_bytes(data: bytes) -> Resolution:
+    return resolution_from_wire(parse(admin_pb2.Resolution, data, "resolution"))
+
+
+def rank_to_bytes(rank: RankInfo) -> bytes:
+    return rank_to_wire(rank).SerializeToString()
+
+
+def rank_from_bytes(data: bytes) -> RankInfo:
+    return rank_from_wire(parse(worker_pb2.RankInfo, data, "rank"))
 
 
 def handle_to_bytes(handle: TransferHandle) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.core.layout import KVLayout, MemRegion, TokenRange
 from kvferry.core.request import Role
@@ -30,6 +30,7 @@ class RankInfo:
 
     pools and generations hold one region per layout: slot i of a group starts at pool.addr + i * slot_nbytes,
     its generation is the u64 at generations.addr + 8 * i. handle_key authenticates this incarnation's handles.
+    others: of the worker's rank 0, every other rank, in order; block ids and generations are the same on all of them.
     """
 
     worker: str
@@ -48,6 +49,17 @@ class RankInfo:
     pp_rank: int = 0
     pp_size: int = 1
     protocol_version: int = PROTOCOL_VERSION
+    others: tuple[RankInfo, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """Of rank 0: all ranks of its worker. Handles are the worker's, so its key is that of all."""
+        return (self, *(replace(other, handle_key=self.handle_key) for other in self.others))
+
+
+def rank_incarnation(worker: str, rank: int) -> str:
+    """The incarnation of one rank of the worker whose rank 0 has the incarnation `worker`."""
+    return f"{worker}.{rank}" if rank else worker
 
 
 @dataclass(frozen=True, slots=True)

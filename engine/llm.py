@@ -34,7 +34,7 @@ from kvferry.engine.connectors import open_connector
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.settings import EngineSettings
-from kvferry.kvcache import KVConnector, create_manager
+from kvferry.kvcache import KVCacheManager, KVConnector, create_manager
 from kvferry.models import model_fingerprint, resolve_model
 from kvferry.resolution import ResolveRequest, prefix_reuse_enabled, read_config, resolve
 from kvferry.text import Tokenizer
@@ -87,10 +87,11 @@ class LLM:
     """``LLM("smollm2").generate(["Hello"], SamplingParams(max_tokens=32, temperature=0))``.
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
-    KV pools. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host tier. prefix_reuse:
-    None is what suits the model. beam_width: above 1, the engine gets a manager that serves `beam_search`.
-    kv_connector, kv_connector_address: an external KV store and where it is. settings: fields of `EngineSettings`.
-    Raises ConfigError naming a setting. Not thread-safe.
+    KV pools, of all ranks together. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host
+    tier. prefix_reuse: None is what suits the model. beam_width: above 1, the engine gets a manager that serves
+    `beam_search`. kv_connector, kv_connector_address: an external KV store and where it is. settings: fields of
+    `EngineSettings`; of several ranks the others are processes of their own, until `close`. Raises ConfigError naming a
+    setting. Not thread-safe.
     """
 
     def __init__(
@@ -111,15 +112,13 @@ class LLM:
         self.resolution = _resolve(model_dir, manager, prefix_reuse, beam_width, kv_connector)
         self.tokenizer = Tokenizer.load(model_dir)
         self._runner = ModelRunner.load(model_dir, EngineSettings(**settings))
-        self.manager = create_manager(
-            self.resolution.manager,
-            self._runner.layouts,
-            kv_bytes,
-            prefix_reuse=prefix_reuse_enabled(read_config(model_dir), self.resolution.manager, prefix_reuse),
-            core=kv_core,
-            host_bytes=kv_host_bytes,
-            connector=self._open_connector(kv_connector, kv_connector_address, model_dir),
-        )
+        reuse = prefix_reuse_enabled(read_config(model_dir), self.resolution.manager, prefix_reuse)
+        try:
+            connector = self._open_connector(kv_connector, kv_connector_address, model_dir)
+            self.manager = self._manager(kv_bytes, reuse, kv_core, kv_host_bytes, connector)
+        except BaseException:
+            self._runner.close()
+            raise
         self._events: list[tuple[int, object]] = []
         self._scheduler = GenerationScheduler(self._runner, self.manager, lambda *event: self._events.append(event))
 
@@ -128,6 +127,23 @@ class LLM:
             return None
         precision = self._runner.settings.precision
         return open_connector(name, address, self._runner.layouts, model_fingerprint(model_dir), precision)
+
+    def _manager(
+        self, kv_bytes: int, prefix_reuse: bool, kv_core: str, kv_host_bytes: int, connector: KVConnector | None
+    ) -> KVCacheManager:
+        """Of the pools of every rank."""
+        manager = create_manager(
+            self.resolution.manager,
+            self._runner.layouts,
+            self._runner.pool_nbytes(kv_bytes),
+            prefix_reuse=prefix_reuse,
+            core=kv_core,
+            host_bytes=kv_host_bytes,
+            connector=connector,
+            page_log=self._runner.page_log,
+        )
+        self._runner.open_pools(manager.pools)
+        return manager
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -205,6 +221,7 @@ class LLM:
     def close(self) -> None:
         self._scheduler.close()
         self.manager.close()
+        self._runner.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -24,6 +24,7 @@ from kvferry.core import (
     RequestCancelledError,
 )
 from kvferry.engine.budget import StepBudget, plan_chunks
+from kvferry.engine.rank_group import RankLostError
 from kvferry.engine.runner import Chunk, ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.sequence import Sequence
@@ -91,6 +92,8 @@ class BatchScheduler(ABC, Generic[L]):
         started = time.monotonic()
         try:
             sampled = self.runner.execute(chunks, self.manager.pools)
+        except RankLostError:
+            raise  # no step will succeed any more
         except Exception:
             self._fail_step(chunks)
             return True

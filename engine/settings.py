@@ -14,7 +14,8 @@ class EngineSettings:
     """Raises ConfigError naming the setting.
 
     kernels: auto, native or torch (see `Kernels`).
-    threads: compute threads of this worker (None: all cores this process may use).
+    threads: compute threads of one rank of this worker (None: all cores this process may use).
+    tensor_parallel, pipeline_parallel: the worker's ranks, a process each, are as many as their product.
     max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
     shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
     max_queued: requests waiting for a place before new ones are refused. min_partial_tokens: from how many tokens on
@@ -35,6 +36,12 @@ class EngineSettings:
     max_context_tokens: int | None = None
     min_partial_tokens: int = 0
     snapshot_tokens: int = 256
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     def __post_init__(self) -> None:
         Kernels.of(self.kernels)
@@ -43,7 +50,16 @@ class EngineSettings:
                 f"engine.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",
                 field="engine.precision",
             )
-        for name in ("threads", "tokens_per_block", "max_batch", "step_token_budget", "max_step_ms", "max_queued"):
+        for name in (
+            "threads",
+            "tokens_per_block",
+            "max_batch",
+            "step_token_budget",
+            "max_step_ms",
+            "max_queued",
+            "tensor_parallel",
+            "pipeline_parallel",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} must be at least 1, got {value}", field=f"engine.{name}")

@@ -15,6 +15,7 @@ from kvferry.kvcache.connector import ConnectorBuilder, ConnectorParts, KVConnec
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.factory import MANAGERS, ManagerBuilder, create_manager
 from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.page_log import LoggedChange, PageChange, PageLog, repeat_changes
 
 __all__ = [
     "MANAGERS",
@@ -30,8 +31,12 @@ __all__ = [
     "KVConnector",
     "KVEventLog",
     "KVPool",
+    "LoggedChange",
     "ManagerBuilder",
     "OutOfBlocksError",
+    "PageChange",
+    "PageLog",
     "TierCounts",
     "create_manager",
+    "repeat_changes",
 ]

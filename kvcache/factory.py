@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvferry.core import KVLayout, Registry
+from kvferry.core import ConfigError, KVLayout, Registry
 from kvferry.kvcache.base import KVCacheManager
 from kvferry.kvcache.connector import KVConnector
 from kvferry.kvcache.hybrid_v1 import HybridManagerV1
 from kvferry.kvcache.manager_v1 import ManagerV1
 from kvferry.kvcache.manager_v2 import ManagerV2
 from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.page_log import PageLog
 from kvferry.kvcache.pool import Allocate
 
 ManagerBuilder = Callable[[Sequence[KVLayout], int, CacheOptions], KVCacheManager]
@@ -27,6 +28,11 @@ def _v1(layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> KVCa
 
 MANAGERS.register("V1", _v1)
 MANAGERS.register("V2", ManagerV2)
+
+NO_TIERS_OF_RANKS = (
+    "kv_cache.host_bytes is set, but workers of several ranks have no tiers below their pools: set it to 0"
+)
+NO_CONNECTORS_OF_RANKS = "an external KV store is set, which workers of several ranks cannot use: leave it out"
 
 
 def create_manager(
@@ -44,12 +50,28 @@ def create_manager(
     event_capacity: int = 0,
     connector: KVConnector | None = None,
     allocate: Allocate | None = None,
+    page_log: PageLog | None = None,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together; the rest is explained at `CacheOptions`.
 
-    Raises ConfigError: an unknown version or core, layouts it cannot hold, or a budget below one block per layer group.
+    Raises ConfigError: an unknown version or core, layouts it cannot hold, a budget below one block per layer group, or
+    tiers or stores beside the pools of several ranks.
     """
+    if page_log is not None and host_bytes:
+        raise ConfigError(NO_TIERS_OF_RANKS, field="kv_cache.host_bytes")
+    if page_log is not None and connector is not None:
+        raise ConfigError(NO_CONNECTORS_OF_RANKS, field="kv_cache.connector")
     options = CacheOptions(
-        prefix_reuse, device, debug, core, host_bytes, disk_bytes, disk_dir, event_capacity, connector, allocate
+        prefix_reuse,
+        device,
+        debug,
+        core,
+        host_bytes,
+        disk_bytes,
+        disk_dir,
+        event_capacity,
+        connector,
+        allocate,
+        page_log,
     )
     return MANAGERS.get(version)(layouts, nbytes, options)

@@ -394,7 +394,7 @@ class ManagerV1(KVCacheManager):
         num_blocks = blocks_for_budget(layouts, nbytes)
         self._pools = tuple(build_pool(layout, num_blocks, options.device, options.allocate) for layout in layouts)
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
-        pages = Pages(self._pools, options.debug)
+        pages = Pages(self._pools, options.debug, options.page_log)
         statistics = CacheStatistics()
         below = build_below(layouts, tokens_per_block, options, pages, self._events, statistics)
         self._ledger = LedgerV1(

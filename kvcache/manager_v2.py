@@ -57,7 +57,9 @@ class ManagerV2(KVCacheManager):
         host = build_tiers(layouts, tokens_per_block, options, self._events)
         journal = host is not None or self._events is not None
         ledger = build_core(rules, slots, options.prefix_reuse, journal)
-        self._books = TieredBooks(ledger, Pages(self._pools, options.debug), rules, host, self._events)
+        self._books = TieredBooks(
+            ledger, Pages(self._pools, options.debug, options.page_log), rules, host, self._events
+        )
         self._shared = SharedV2(self._books, tokens_per_block, options.prefix_reuse)
         self._withheld = self._open_ballast()
 

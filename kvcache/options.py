@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.kvcache.connector import KVConnector
+from kvferry.kvcache.page_log import PageLog
 from kvferry.kvcache.pool import Allocate
 
 
@@ -17,7 +18,8 @@ class CacheOptions:
     host tier below the pools, 0 for none. disk_bytes, disk_dir: size and folder of the disk tier below that, 0 for
     none; the folder must belong to this worker and this model. event_capacity: how many KV events are kept for
     readers, 0 for none. connector: of an external store, the manager's own from here on; V1 only. allocate: where the
-    pools live when a transceiver needs them in memory of its own; None: plain memory of `device`.
+    pools live when a transceiver needs them in memory of its own; None: plain memory of `device`. page_log: where
+    changes of pages are noted for the worker's other ranks, if it has any.
     """
 
     prefix_reuse: bool = True
@@ -30,3 +32,4 @@ class CacheOptions:
     event_capacity: int = 0
     connector: KVConnector | None = None
     allocate: Allocate | None = None
+    page_log: PageLog | None = None

@@ -8,6 +8,7 @@ import torch
 
 from kvferry.core import AxisOrder, ConfigError, KVLayout
 from kvferry.kvcache.base import KVPool
+from kvferry.kvcache.page_log import PageChange, PageLog
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
@@ -95,12 +96,14 @@ def _aligned_zeros(nbytes: int, device: str) -> torch.Tensor:
 class Pages:
     """What bookkeeping may do to the memory of a worker's pools."""
 
-    def __init__(self, pools: Sequence[KVPool], debug: bool) -> None:
-        """debug: fresh pages are filled with NaN, so that reading what was never written cannot go unnoticed."""
+    def __init__(self, pools: Sequence[KVPool], debug: bool, log: PageLog | None = None) -> None:
+        """debug: fresh pages are filled with NaN, so that reading what was never written cannot go unnoticed.
+        log: where changes are noted for other ranks."""
         self.pools = tuple(pools)
         self._generations = [pool.generations.numpy() for pool in pools]
         self._rows = [pool.buffer.view(pool.num_blocks, pool.layout.slot_nbytes) for pool in pools]
         self._debug = debug
+        self._log = log
 
     def rows(self, group: int) -> torch.Tensor:
         """The pool of `group` as uint8 [num_blocks, slot_nbytes]."""
@@ -116,9 +119,15 @@ class Pages:
     def copy(self, group: int, source: int, slot: int) -> None:
         rows = self._rows[group]
         rows[slot] = rows[source]
+        self._note(PageChange.COPY, group, (source, slot))
 
     def zero(self, group: int, slot: int) -> None:
         self._rows[group][slot] = 0
+        self._note(PageChange.ZERO, group, (slot,))
+
+    def _note(self, change: PageChange, group: int, slots: Sequence[int]) -> None:
+        if self._log is not None:
+            self._log.note(change, group, slots)
 
     def claim(self, group: int, slots: Sequence[int]) -> None:
         """`slots` get a new owner: their generations rise before anything of theirs is overwritten, so that a
@@ -130,6 +139,7 @@ class Pages:
             generations[list(slots)] += 1
         if self._debug:
             self._rows[group][list(slots)] = _NAN_BYTE
+        self._note(PageChange.CLAIM, group, slots)
 
     def generations(self, group: int, slots: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._generations[group][list(slots)].tolist())

@@ -20,10 +20,14 @@ from kvferry.models.loader import (
 )
 from kvferry.models.operators import Operators, PlainLinear, RMSNormOperator, SiluProduct, plain_linear, torch_operators
 from kvferry.models.progress import ProgressCallback, progress_bar
+from kvferry.models.shard import WHOLE, Shard
+from kvferry.models.sharding import Collectives
 
 __all__ = [
+    "WHOLE",
     "Attention",
     "CausalLM",
+    "Collectives",
     "Config",
     "ForwardBatch",
     "Linear",
@@ -32,6 +36,7 @@ __all__ = [
     "PlainLinear",
     "ProgressCallback",
     "RMSNormOperator",
+    "Shard",
     "SiluProduct",
     "StateRun",
     "States",

@@ -89,7 +89,8 @@ class ForwardBatch:
 
     token_ids, positions: int64 [tokens]. logit_rows: int64 [rows], which tokens need logits.
     attention: the paged-attention operator bound to this step's block tables. states: the recurrent ones; None where
-    the model's layouts have none.
+    the model's layouts have none. hidden: [tokens, hidden], what the pipeline stage before this one made of the tokens;
+    None on the first stage.
     """
 
     token_ids: torch.Tensor
@@ -97,6 +98,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor
     attention: Attention
     states: States | None = None
+    hidden: torch.Tensor | None = None
 
 
 class CausalLM(ABC):
@@ -108,11 +110,12 @@ class CausalLM(ABC):
 
     @abstractmethod
     def layouts(self, tokens_per_block: int, kv_dtype: DType) -> tuple[KVLayout, ...]:
-        """One KVLayout per layer group."""
+        """One KVLayout per layer group, of the layers and heads this model holds."""
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits, float32 [rows, vocab], for batch.logit_rows."""
+        """Logits, float32 [rows, vocab], for batch.logit_rows; on a pipeline stage before the last, hidden states of
+        every token, [tokens, hidden], for the next."""
 
 
 class Weights(Protocol):

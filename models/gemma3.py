@@ -102,7 +102,7 @@ class Gemma3(LayerStack):
             embedding_scale=c.shape.hidden_size**0.5,
             logit_cap=c.logit_cap,
         )
-        self._layers = [_Layer.load(c, self.prefix, index, weights, operators) for index in range(c.shape.layers)]
+        self._layers = [_Layer.load(c, self.prefix, index, weights, operators) for index in self.held]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:

@@ -41,6 +41,10 @@ class HeaderWeights:
             )
         return torch.empty(shape, device="meta")
 
+    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> torch.Tensor:
+        """Indices `part` along `axis` of the tensor, which is of `shape`."""
+        return self.get(name, shape).narrow(axis, part.start, len(part))
+
 
 class _NeverComputes:
     def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from kvferry.models.base import Attention, Linear, LinearFactory, Weights
 from kvferry.models.operators import RMSNormOperator, SiluProduct
 from kvferry.models.rope import Rope
+from kvferry.models.sharding import completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ def load_packed(weights: Weights, parts: Sequence[PackedRow], columns: int, line
         else:
             biases.append(weight.new_zeros(part.rows))
     packed_bias = torch.cat(biases) if any(part.bias for part in parts) else None
-    return linear(torch.cat(matrices) if len(matrices) > 1 else matrices[0], packed_bias)
+    packed = linear(torch.cat(matrices) if len(matrices) > 1 else matrices[0], packed_bias)
+    return completed(weights, parts[0].name, packed)
 
 
 @dataclass(frozen=True, slots=True)

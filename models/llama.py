@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
 from kvferry.models.base import CausalLM, Config, ForwardBatch, Weights
@@ -14,6 +13,7 @@ from kvferry.models.checked import count
 from kvferry.models.layers import GatedMLP, PackedRow, RMSNorm, SelfAttention, load_packed
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
+from kvferry.models.sharding import embed, load_embedding, load_head, shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,15 @@ class Llama(CausalLM):
     def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         self.config = LlamaConfig.from_json(config)
         c = self.config
-        self._embedding = weights.get("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
-        self._layers = [_Layer.load(c, index, weights, operators) for index in range(c.layers)]
+        size = (c.vocab_size, c.hidden_size)
+        self._shard = shard_of(weights)
+        self._embedding = load_embedding(weights, "model.embed_tokens.weight", size)
+        self._held = self._shard.layers(c.layers)
+        self._layers = [_Layer.load(c, index, weights, operators) for index in self._held]
         self._norm = RMSNorm(operators.rms_norm, weights.get("model.norm.weight", (c.hidden_size,)), c.norm_eps)
-        head = self._embedding if c.tied else weights.get("lm_head.weight", (c.vocab_size, c.hidden_size))
-        self._head = operators.linear(head, None)
-        self._turns = c.rope.table(c.max_context_tokens, self._embedding.device)
+        head, at_hand = ("model.embed_tokens.weight", self._embedding) if c.tied else ("lm_head.weight", None)
+        self._head = load_head(weights, head, size, at_hand, operators.linear)
+        self._turns = c.rope.table(c.max_context_tokens, self._norm.weight.device)
 
     @property
     def limits(self) -> ModelLimits:
@@ -116,26 +119,28 @@ class Llama(CausalLM):
 
     def layouts(self, tokens_per_block: int, kv_dtype: DType) -> tuple[KVLayout, ...]:
         """One group per distinct window, in the order of first appearance."""
-        c = self.config
+        c, held = self.config, self._held
         return tuple(
             KVLayout(
                 kind=GroupKind.FULL if window is None else GroupKind.WINDOW,
-                layers=tuple(layer for layer, own in enumerate(c.windows) if own == window),
+                layers=tuple(layer for layer in held if c.windows[layer] == window),
                 kv_heads=c.kv_heads,
                 head_dim=c.head_dim,
                 dtype=kv_dtype,
                 tokens_per_block=tokens_per_block,
                 window=window,
             )
-            for window in dict.fromkeys(c.windows)
+            for window in dict.fromkeys(c.windows[layer] for layer in held)
         )
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         with torch.inference_mode():
-            x = embedding(batch.token_ids, self._embedding)
+            x = embed(batch, self._embedding)
             turn = self._turns.index_select(0, batch.positions).unsqueeze(1)
             for layer in self._layers:
                 x = layer(x, turn, batch)
+            if self._head is None:
+                return x
             rows = x.index_select(0, batch.logit_rows)
             return self._head(self._norm(rows)).float()
 

@@ -18,6 +18,8 @@ from kvferry.models.fingerprint import checkpoint_fingerprint
 from kvferry.models.header_weights import HeaderWeights, unpacked_linear
 from kvferry.models.operators import Operators, torch_operators
 from kvferry.models.progress import ProgressCallback
+from kvferry.models.shard import WHOLE, Shard
+from kvferry.models.sharding import Collectives, ShardedWeights, SlicedWeights, shard_config
 from kvferry.models.weights import CheckpointWeights
 from kvferry.resolution import KNOWN_MODELS, KnownModel, find_card, read_config, required_implementation
 
@@ -63,13 +65,28 @@ def load_model(
     operators: Operators,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    shard: Shard = WHOLE,
+    collectives: Collectives | None = None,
 ) -> CausalLM:
-    """The model in `model_dir`, its weights read, packed by `operators.linear` and held by the result alone."""
+    """The model in `model_dir`, or what `shard` holds of it, its weights read, packed by `operators.linear` and held by
+    the result alone. collectives: joins the ranks of a tensor-parallel stage.
+
+    Raises CheckpointError, and ConfigError when the model cannot be divided like that.
+    """
     config = read_config(model_dir)
-    build = find_implementation(config)
+    find_implementation(config)
     _refuse_quantised(config)
     with CheckpointWeights(Path(model_dir), dtype, torch.device(device)) as weights:
+        return _build(config, weights, operators, shard, collectives)
+
+
+def _build(
+    config: Config, weights: SlicedWeights, operators: Operators, shard: Shard, collectives: Collectives | None
+) -> CausalLM:
+    build = find_implementation(config)
+    if shard.size == 1:
         return build(config, weights, operators)
+    return build(shard_config(config, shard), ShardedWeights(weights, config, shard, collectives), operators)
 
 
 def _refuse_quantised(config: Config) -> None:
@@ -84,18 +101,18 @@ def _refuse_quantised(config: Config) -> None:
         )
 
 
-def inspect_model(model_dir: Path) -> CausalLM:
-    """The model as `load_model` would build it, from config.json and the headers of the weights alone: it has limits
-    and layouts, and cannot compute.
+def inspect_model(model_dir: Path, shard: Shard = WHOLE) -> CausalLM:
+    """The model, or a part of it, as `load_model` would build it, from config.json and the headers of the weights
+    alone: it has limits and layouts, and cannot compute.
 
-    Raises CheckpointError naming the key, file or tensor that would stop the load.
+    Raises CheckpointError naming the key, file or tensor that would stop the load, ConfigError as `load_model`.
     """
     config = read_config(model_dir)
-    build = find_implementation(config)
+    find_implementation(config)
     _refuse_quantised(config)
     weights = HeaderWeights(Path(model_dir))
     try:
-        return build(config, weights, torch_operators(unpacked_linear))
+        return _build(config, weights, torch_operators(unpacked_linear), shard, None)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         path = Path(model_dir) / "config.json"
         raise CheckpointError(

@@ -99,9 +99,7 @@ class SparseLlama(LayerStack):
         c = SparseLlamaConfig.from_json(config)
         caches = [LayerCache.attending(c.shape.kv_heads, c.shape.head_dim, window) for window in c.windows]
         super().__init__(c.shape, caches, [c.rope], weights, operators)
-        self._layers = [
-            _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
-        ]
+        self._layers = [_load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in self.held]
 
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         for layer in self._layers:

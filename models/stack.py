@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding
 
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
 from kvferry.models.base import Attention, CausalLM, ForwardBatch, States, Weights
@@ -15,6 +14,7 @@ from kvferry.models.checked import Shape
 from kvferry.models.layers import RMSNorm
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope
+from kvferry.models.sharding import embed, load_embedding, load_head, shard_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,10 @@ class Step:
 
 
 class LayerStack(CausalLM):
-    """A family sets `_ropes` and says in `_run` how its layers turn embeddings into hidden states."""
+    """A family sets `_ropes` and says in `_run` how its layers turn embeddings into hidden states.
+
+    held: the layers of this pipeline stage, all of them in a worker of one; only these are to be loaded and run.
+    """
 
     def __init__(
         self,
@@ -106,15 +109,18 @@ class LayerStack(CausalLM):
     ) -> None:
         self.shape = shape
         self.prefix = find_prefix(weights, names)
-        self._caches = tuple(caches)
+        shard = shard_of(weights)
+        self.held = shard.layers(shape.layers)
+        self._caches = tuple(cache if layer in self.held else None for layer, cache in enumerate(caches))
         self._ropes = tuple(ropes)
         self._embedding_scale, self._logit_cap = embedding_scale, logit_cap
         size = (shape.vocab_size, shape.hidden_size)
-        self._embedding = weights.get(f"{self.prefix}{names.embedding}.weight", size)
+        name = f"{self.prefix}{names.embedding}.weight"
+        self._embedding = load_embedding(weights, name, size)
         norm = f"{self.prefix}{names.norm}"
         self._norm = load_norm(operators, weights, norm, shape.hidden_size, shape.norm_eps, norm_offset)
-        head = self._embedding if shape.tied else weights.get(_head_name(self.prefix), size)
-        self._head = operators.linear(head, None)
+        head, at_hand = (name, self._embedding) if shape.tied else (_head_name(self.prefix), None)
+        self._head = load_head(weights, head, size, at_hand, operators.linear)
 
     @property
     def limits(self) -> ModelLimits:
@@ -125,11 +131,13 @@ class LayerStack(CausalLM):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         with torch.inference_mode():
-            x = embedding(batch.token_ids, self._embedding)
-            if self._embedding_scale != 1.0:
+            x = embed(batch, self._embedding)
+            if self._embedding_scale != 1.0 and self._embedding is not None:
                 x = x * self._embedding_scale
             turns = tuple(rope.turn(batch.positions) for rope in self._ropes)
             x = self._run(x, Step(batch.token_ids, batch.positions, turns, batch.attention, batch.states))
+            if self._head is None:
+                return x
             logits = self._head(self._norm(x.index_select(0, batch.logit_rows))).float()
             return logits if self._logit_cap is None else torch.tanh(logits / self._logit_cap) * self._logit_cap
 

@@ -82,17 +82,27 @@ class CheckpointWeights:
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A fresh tensor that the caller owns. Raises CheckpointError naming a missing or misshapen one."""
+        return self._read(name, shape, None)
+
+    def get_part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> torch.Tensor:
+        """Indices `part` along `axis` of the tensor, which is of `shape`; the rest is not read. Raises as `get`."""
+        return self._read(name, shape, (*(slice(None),) * axis, slice(part.start, part.stop)))
+
+    def _read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] | None) -> torch.Tensor:
         file = self._files.get(name)
         if file is None:
             raise CheckpointError(f"tensor {name} is missing from {self._model_dir}", field="model")
         try:
-            tensor = self._shard(file).get_tensor(name)
+            stored = self._shard(file).get_slice(name)
+            found = tuple(stored.get_shape())
+            tensor: torch.Tensor | None = None
+            if found == shape:
+                tensor = self._shard(file).get_tensor(name) if index is None else stored[index]
         except SafetensorError as error:
             raise CheckpointError(f"tensor {name} cannot be read from {file}: {error}", field="model") from None
-        if tuple(tensor.shape) != shape:
+        if tensor is None:
             raise CheckpointError(
-                f"tensor {name} in {file} has shape {tuple(tensor.shape)}, config.json calls for {shape}",
-                field="model",
+                f"tensor {name} in {file} has shape {found}, config.json calls for {shape}", field="model"
             )
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 

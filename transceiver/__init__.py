@@ -12,15 +12,24 @@ from kvferry.transceiver.base import (
     Transceiver,
 )
 from kvferry.transceiver.builtin import python_transceiver
-from kvferry.transceiver.factory import create_transceiver, pool_memory
+from kvferry.transceiver.factory import RANKS_NEED_PYTHON, create_transceiver, pool_memory, serve_ranks
 from kvferry.transceiver.handshake import IncompatiblePeerError
-from kvferry.transceiver.implementation import Implementation, RuntimeTimes, TransceiverParts, WorkerIdentity
+from kvferry.transceiver.implementation import (
+    Implementation,
+    RankPlace,
+    RuntimeTimes,
+    TransceiverParts,
+    WorkerIdentity,
+)
 from kvferry.transceiver.memory import PoolMemory
+from kvferry.transceiver.python_runtime import PythonTransceiver
+from kvferry.transceiver.ranked import OtherRank, PartRequest, RankedTransceiver
 from kvferry.transceiver.service import add_transceiver_service
 from kvferry.transceiver.stats import FailureClass, TransferStats
 from kvferry.transceiver.wire_format import WireFormat
 
 __all__ = [
+    "RANKS_NEED_PYTHON",
     "Agent",
     "CancelOutcome",
     "CompletedOperation",
@@ -32,7 +41,12 @@ __all__ = [
     "LoadResult",
     "OpState",
     "Operation",
+    "OtherRank",
+    "PartRequest",
     "PoolMemory",
+    "PythonTransceiver",
+    "RankPlace",
+    "RankedTransceiver",
     "RuntimeTimes",
     "Transceiver",
     "TransceiverParts",
@@ -43,4 +57,5 @@ __all__ = [
     "create_transceiver",
     "pool_memory",
     "python_transceiver",
+    "serve_ranks",
 ]

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from kvferry.core import KVFerryError, RankInfo, TransferError
+from kvferry.core import KVFerryError, RankInfo, TransferError, rank_incarnation
 from kvferry.transceiver.base import Agent, Direction, LoadResult, OpState
 from kvferry.transceiver.control import ControlClient
 from kvferry.transceiver.loads import LoadTable
@@ -85,7 +85,7 @@ class Destination:
                 raise TransferError("the transfer handle was made for another prompt", field="handle")
             if load.tokens.start < handle.tokens.start or load.tokens.stop > handle.tokens.stop:
                 raise TransferError(f"positions {load.tokens} are wanted, the handle covers {handle.tokens}")
-            if (handle.incarnation, handle.transfer_id) in self._spent:
+            if not load.part and (handle.incarnation, handle.transfer_id) in self._spent:
                 raise TransferError("the transfer handle was used already", field="handle")
         except TransferError as error:
             self._end(load, Verdict(FailureClass.HANDLE, error.message))
@@ -123,7 +123,8 @@ class Destination:
     def _reach(self, load: LoadSession) -> None:
         assert load.signed is not None
         handle = load.signed.handle
-        reached = self.peers.reach(handle.endpoint, handle.incarnation)
+        incarnation = rank_incarnation(handle.incarnation, load.source_rank)
+        reached = self.peers.reach(handle.endpoint, incarnation, load.source_rank)
         reached.add_done_callback(lambda future: self._reached(load, future))
 
     def _reached(self, load: LoadSession, future: Future[RankInfo]) -> None:
@@ -146,7 +147,7 @@ class Destination:
         assert load.signed is not None
         handle, local = load.signed.handle, self._local()
         try:
-            if rank.incarnation != handle.incarnation:
+            if rank.incarnation != rank_incarnation(handle.incarnation, load.source_rank):
                 raise TransferError(f"stale transfer handle: {rank.worker} has restarted since", field="handle")
             load.signed.verify(rank.handle_key)
         except TransferError as error:
@@ -162,6 +163,11 @@ class Destination:
             return
         if not self._loads.move(load, SessionState.ADVERTISED):
             self.sentenced(load)
+            return
+        if load.companions is not None:
+            load.companions.begin(load.load_id, rank)
+        if load.lifecycle.ended or load.verdict is not None:
+            self.sentenced(load)
         elif not load.plan.nbytes:
             self._succeed(load)
         else:
@@ -169,7 +175,8 @@ class Destination:
 
     def _begin(self, load: LoadSession) -> None:
         try:
-            self._tell(load, NotificationKind.BEGIN)
+            if not load.part:
+                self._tell(load, NotificationKind.BEGIN)
         except TransferError as error:
             self.suspect(self._peer_of(load))
             self._end(load, Verdict(FailureClass.PEER, error.message))
@@ -282,9 +289,17 @@ class Destination:
 
     # -- ends ---------------------------------------------------------------------------------------------
 
+    def companions_done(self, load: LoadSession) -> None:
+        """The loads that `load` speaks for have all ended well."""
+        if load.awaits_companions and load.verdict is None and not load.lifecycle.ended:
+            self._succeed(load)
+
     def _succeed(self, load: LoadSession) -> None:
         assert load.signed is not None
         assert load.plan is not None
+        if load.companions is not None and not load.companions.all_done():
+            load.awaits_companions = True  # the source must keep its blocks until the last rank has read them
+            return
         self._forget(load)
         seconds = time.monotonic() - load.submitted_s if load.begun else 0.0
         result = LoadResult(
@@ -296,6 +311,8 @@ class Destination:
         )
         # The caller first: it has waited for this; the source only waits to reuse its pages.
         self._loads.succeed(load, result)
+        if load.part:
+            return
         self._spent[load.signed.handle.incarnation, load.signed.handle.transfer_id] = None
         while len(self._spent) > _REMEMBERED_HANDLES:
             self._spent.popitem(last=False)
@@ -304,7 +321,7 @@ class Destination:
     def _end(self, load: LoadSession, verdict: Verdict) -> None:
         self._forget(load)
         self._loads.fail(load, verdict, at_rest=True)
-        if load.peer is not None:
+        if load.peer is not None and not load.part:
             self._tell_end(load, NotificationKind.FAILED)
 
     def _forget(self, load: LoadSession) -> None:

@@ -6,19 +6,32 @@ import math
 from collections.abc import Sequence
 from importlib import import_module
 
-from kvferry.core import ConfigError, Resolution, Role
+from kvferry.core import ConfigError, Resolution, Role, rank_incarnation
 from kvferry.kvcache import KVPool
 from kvferry.kvcache.pool import build_pool
 from kvferry.resolution import RuntimeCapability, build_gaps, default_catalog
 from kvferry.transceiver.base import Transceiver
-from kvferry.transceiver.implementation import Implementation, RuntimeTimes, TransceiverParts, WorkerIdentity
+from kvferry.transceiver.implementation import (
+    SOLE_RANK,
+    Implementation,
+    RankPlace,
+    RuntimeTimes,
+    TransceiverParts,
+    WorkerIdentity,
+)
 from kvferry.transceiver.memory import PoolMemory
+from kvferry.transceiver.python_runtime import PythonTransceiver
+from kvferry.transceiver.ranked import OtherRank, RankedTransceiver
 from kvferry.transceiver.wire_format import WireFormat, wire_layouts
 from kvferry.transceiver.wire_pool import WirePools
 from kvferry.transceiver.wire_transceiver import WireTransceiver
 
 _BACKEND_SETTING = "transceiver.backend"
 _TIMEOUT_SETTING = "transceiver.transfer_timeout_ms"
+RANKS_NEED_PYTHON = (
+    "workers of several ranks exchange KV through transceiver.runtime PYTHON alone: choose a backend and settings that "
+    "it runs with, or set engine.tensor_parallel and engine.pipeline_parallel to 1"
+)
 _MAX_LEASES = 10
 """The hard cap of a hand-off's pin, in leases."""
 
@@ -45,10 +58,12 @@ def create_transceiver(
     memory: PoolMemory | None = None,
     lease_s: float = 30.0,
     wire_format: WireFormat = WireFormat.STORED,
+    place: RankPlace = SOLE_RANK,
 ) -> Transceiver:
     """The transceiver `resolution` names, with `pools` registered and its threads running; `close` it before the
     pools go. endpoint: host:port where `add_transceiver_service` will be reachable for peers. memory: what
     `pool_memory` gave. wire_format: other than STORED it takes memory for as many blocks as `pools` have, in 8 bits.
+    place: of this rank; each has a transceiver, and rank 0's is wrapped by `serve_ranks`.
 
     Raises ConfigError naming `transceiver.backend` or `transceiver.runtime` when the pair is not in this version,
     its library is missing, or a time makes no sense. transfer_timeout_ms None: loads end only with their lease.
@@ -66,10 +81,11 @@ def create_transceiver(
     identity = WorkerIdentity(
         worker=worker,
         role=role,
-        incarnation=incarnation,
+        incarnation=rank_incarnation(incarnation, place.pp_rank * place.tp_size + place.tp_rank),
         endpoint=endpoint,
         model_fingerprint=model_fingerprint,
         resolution=resolution,
+        place=place,
     )
     times = RuntimeTimes(
         transfer_timeout_s=math.inf if transfer_timeout_ms is None else transfer_timeout_ms / 1000,
@@ -84,6 +100,17 @@ def create_transceiver(
     return WireTransceiver(
         implementation.build(TransceiverParts(identity, wire, times, memory)), WirePools(pools, wire)
     )
+
+
+def serve_ranks(own: Transceiver, others: Sequence[OtherRank]) -> Transceiver:
+    """The transceiver of a worker, given that of its rank 0, which it takes over. others: its other ranks.
+
+    Raises ConfigError when there are others and the runtime serves one rank only."""
+    if isinstance(own, PythonTransceiver):
+        return RankedTransceiver(own, others)
+    if others:
+        raise ConfigError(RANKS_NEED_PYTHON, field="transceiver.runtime")
+    return own
 
 
 def find_implementation(resolution: Resolution) -> Implementation:

@@ -38,8 +38,26 @@ class RuntimeTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands among the tp_size x pp_size of its worker."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+
+SOLE_RANK = RankPlace()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is to its peers. endpoint: host:port of its gRPC server."""
+    """Who this worker is to its peers. endpoint: host:port of its gRPC server. Of a rank of several: where it stands
+    among them, and an incarnation of its own (`rank_incarnation`)."""
 
     worker: str
     role: Role
@@ -47,6 +65,7 @@ class WorkerIdentity:
     endpoint: str
     model_fingerprint: str
     resolution: Resolution
+    place: RankPlace = SOLE_RANK
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,12 @@ class LoadTable:
         with self._lock:
             return list(self._open.values())
 
+    def open_by(self, load_id: int) -> list[LoadSession]:
+        """The open load of this id, if there is one."""
+        with self._lock:
+            load = self._open.get(load_id)
+        return [] if load is None else [load]
+
     def counts(self) -> tuple[int, int]:
         """(open, in doubt)."""
         with self._lock:

@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from kvferry.core import Lifecycle, RankInfo, TransferError
+from kvferry.core import Lifecycle, RankInfo, TransferError, rank_incarnation
 from kvferry.transceiver.base import Agent, Direction, Operation, OpState
 from kvferry.transceiver.control import ControlClient
 from kvferry.transceiver.handshake import check_peer
@@ -43,12 +43,17 @@ class _Link:
     """One attempt to reach one endpoint, and the outcome. `ready` resolves exactly once."""
 
     endpoint: str
+    rank_index: int
     deadline_s: float
     ready: Future[RankInfo] = field(default_factory=Future)
     lifecycle: Lifecycle[LinkState] = field(default_factory=lambda: Lifecycle(LinkState.HANDSHAKING, _TRANSITIONS))
     rank: RankInfo | None = None
     operation: Operation | None = None
     scratch: ScratchBlock | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.endpoint, self.rank_index
 
 
 class Peers:
@@ -74,21 +79,22 @@ class Peers:
         self._post = post
         self._timeout_s = timeout_s
         self._suspect = suspect
-        self._current: dict[str, _Link] = {}
-        self._attempts: dict[str, _Link] = {}
+        self._current: dict[tuple[str, int], _Link] = {}
+        self._attempts: dict[tuple[str, int], _Link] = {}
 
-    def reach(self, endpoint: str, incarnation: str | None) -> Future[RankInfo]:
-        """The peer at `endpoint` when it can be read from; TransferError when it cannot.
+    def reach(self, endpoint: str, incarnation: str | None, rank_index: int = 0) -> Future[RankInfo]:
+        """Rank `rank_index` of the peer at `endpoint` when it can be read from; TransferError when it cannot.
 
         A peer known already as `incarnation` is ready at once; otherwise it is asked who it is now. The future
         resolves on the agent thread.
         """
-        current = self._current.get(endpoint)
+        key = (endpoint, rank_index)
+        current = self._current.get(key)
         if current is not None and current.rank is not None and current.rank.incarnation == incarnation:
             return current.ready
-        attempt = self._attempts.get(endpoint)
+        attempt = self._attempts.get(key)
         if attempt is None:
-            attempt = self._attempts[endpoint] = _Link(endpoint, time.monotonic() + self._timeout_s)
+            attempt = self._attempts[key] = _Link(endpoint, rank_index, time.monotonic() + self._timeout_s)
             # The key would let the peer forge our handles; it only reads what we tell it to.
             initiator = replace(self._local(), handle_key=b"")
             link = attempt
@@ -125,14 +131,25 @@ class Peers:
 
     def _replied(self, link: _Link, reply: Future[RankInfo]) -> None:
         try:
-            rank = reply.result()
-            check_peer(self._local(), rank)
-            self._accept(link, rank)
+            self._accept(link, self._checked(reply.result(), link.rank_index))
         except TransferError as error:
             self._fail(link, error)
 
+    def _checked(self, target: RankInfo, rank_index: int) -> RankInfo:
+        """The rank that is wanted, of the worker whose rank 0 answered."""
+        ranks = target.ranks
+        if len(ranks) != target.tp_size * target.pp_size:
+            raise TransferError(f"{target.worker} names {len(ranks)} ranks, of {target.tp_size} x {target.pp_size}")
+        if rank_index >= len(ranks):
+            raise TransferError(f"{target.worker} has no rank {rank_index}")
+        rank = ranks[rank_index]
+        if rank.incarnation != rank_incarnation(target.incarnation, rank_index):
+            raise TransferError(f"rank {rank_index} of {target.worker} is not of its incarnation")
+        check_peer(self._local(), rank)
+        return rank
+
     def _accept(self, link: _Link, rank: RankInfo) -> None:
-        known = self._current.get(link.endpoint)
+        known = self._current.get(link.key)
         if known is not None and known.rank is not None:
             same = known.rank.incarnation == rank.incarnation
             if same and known.rank.agent_metadata == rank.agent_metadata:
@@ -175,8 +192,8 @@ class Peers:
     def _ready(self, link: _Link) -> None:
         assert link.rank is not None
         link.lifecycle.to(LinkState.READY)
-        del self._attempts[link.endpoint]
-        self._current[link.endpoint] = link
+        del self._attempts[link.key]
+        self._current[link.key] = link
         link.ready.set_result(link.rank)
 
     def _fail(self, link: _Link, error: TransferError) -> None:
@@ -188,8 +205,8 @@ class Peers:
             link.operation.release()
             self._give_back(link)
         for table in (self._current, self._attempts):
-            if table.get(link.endpoint) is link:
-                del table[link.endpoint]
+            if table.get(link.key) is link:
+                del table[link.key]
         if not was_ready:
             link.ready.set_exception(error)
 

@@ -31,7 +31,7 @@ from kvferry.transceiver.loop import Loop, Sleeper
 from kvferry.transceiver.peers import Peers
 from kvferry.transceiver.polling import PollDemand
 from kvferry.transceiver.protocol import new_handle_key
-from kvferry.transceiver.sessions import LoadSession, Verdict
+from kvferry.transceiver.sessions import Companions, LoadSession, Verdict
 from kvferry.transceiver.source import Source
 from kvferry.transceiver.stats import FailureClass, StatsRecorder, TransferStats
 
@@ -92,9 +92,13 @@ class SessionRuntime(Transceiver, ControlTarget):
         return self._local
 
     def connect(self, endpoint: str) -> RankInfo:
+        return self.connect_rank(endpoint, 0)
+
+    def connect_rank(self, endpoint: str, rank_index: int) -> RankInfo:
+        """As `connect`, with one rank of the worker at `endpoint`."""
         self._check_open()
         reached: Future[RankInfo] = Future()
-        self._agent_loop.post(lambda: _chain(self._peers.reach(endpoint, None), reached))
+        self._agent_loop.post(lambda: _chain(self._peers.reach(endpoint, None, rank_index), reached))
         try:
             return reached.result(self._times.handshake_timeout_s + self._times.grace_s)
         except FutureTimeoutError:
@@ -120,8 +124,63 @@ class SessionRuntime(Transceiver, ControlTarget):
         tokens: TokenRange,
         on_done: Callable[[LoadResult], None],
     ) -> int:
+        return self._start_load(self._new_load(handle, tokens_digest, tables, tokens, on_done))
+
+    def load_for_all(
+        self,
+        handle: bytes,
+        tokens_digest: bytes,
+        tables: Sequence[BlockTable],
+        tokens: TokenRange,
+        on_done: Callable[[LoadResult], None],
+        companions: Companions,
+    ) -> int:
+        """As `load`, but it speaks for `companions` too: the source is told that it is done once they all are."""
+        load = self._new_load(handle, tokens_digest, tables, tokens, on_done)
+        load.companions = companions
+        return self._start_load(load)
+
+    def load_part(
+        self,
+        handle: bytes,
+        tokens_digest: bytes,
+        tables: Sequence[BlockTable],
+        tokens: TokenRange,
+        source_rank: int,
+        on_done: Callable[[LoadResult], None],
+    ) -> int:
+        """Pulls what rank `source_rank` of the source has for this rank, saying nothing to the source: another load
+        speaks for it."""
+        load = self._new_load(handle, tokens_digest, tables, tokens, on_done)
+        load.source_rank, load.part = source_rank, True
+        return self._start_load(load)
+
+    def companions_done(self, load_id: int) -> None:
+        """Every companion of a load has ended well; unknown ids are ignored."""
+        self._agent_loop.post(
+            lambda: [self._destination.companions_done(load) for load in self._loads.open_by(load_id)]
+        )
+
+    def fail_load(self, load_id: int, message: str) -> None:
+        """A companion failed, so the load does; unknown ids are ignored. `on_done` follows as for `cancel_load`."""
+        for load in self._loads.open_by(load_id):
+            self._loads.sentence(load, Verdict(FailureClass.PEER, message))
+            self._post_sentenced(load)
+
+    def attend(self, seconds: float) -> None:
+        """Helps readers along for a while, who may need this agent to look."""
+        self._attend(seconds)
+
+    def _new_load(
+        self,
+        handle: bytes,
+        tokens_digest: bytes,
+        tables: Sequence[BlockTable],
+        tokens: TokenRange,
+        on_done: Callable[[LoadResult], None],
+    ) -> LoadSession:
         self._check_open()
-        load = LoadSession(
+        return LoadSession(
             load_id=self._loads.next_id(),
             data=handle,
             tokens_digest=tokens_digest,
@@ -130,6 +189,8 @@ class SessionRuntime(Transceiver, ControlTarget):
             on_done=on_done,
             deadline_s=time.monotonic() + self._times.transfer_timeout_s,
         )
+
+    def _start_load(self, load: LoadSession) -> int:
         self._loads.add(load)
         self._agent_loop.post(lambda: self._destination.start(load))
         self._clock.wake()
@@ -328,6 +389,10 @@ def _register(identity: WorkerIdentity, pools: Sequence[KVPool], agent: Agent) -
         generations=tuple(pool.generation_region for pool in pools),
         agent_metadata=agent.metadata(),
         handle_key=new_handle_key(),
+        tp_rank=identity.place.tp_rank,
+        tp_size=identity.place.tp_size,
+        pp_rank=identity.place.pp_rank,
+        pp_size=identity.place.pp_size,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from kvferry.core import BlockTable, Lifecycle, RankInfo, TokenRange
 from kvferry.kvcache import BlockHold
@@ -67,6 +68,16 @@ class LoadStage(Enum):
     GENERATIONS = "generations"
 
 
+class Companions(Protocol):
+    """The loads by other ranks, or from other ranks, that one load stands for. Called on the agent thread."""
+
+    def begin(self, load_id: int, source: RankInfo) -> None:
+        """The load that speaks for all is planned: start the others. source: rank 0 of the worker read from."""
+
+    def all_done(self) -> bool:
+        """Whether every one of them has every byte, so that the source may be told."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Why a load will fail as soon as its operation has come to rest."""
@@ -80,7 +91,8 @@ class LoadSession:
     """One pull. Owned by the agent thread; `lifecycle`, `verdict` and `on_quiet` change under the table's lock.
 
     stale_words, source_told: where the operation made the generation check itself, its result, and whether the
-    source has heard of it.
+    source has heard of it. source_rank: which rank of the source is read. part: of a load by several ranks, one that
+    the source hears nothing of. companions: of the load that speaks for all, the others.
     """
 
     load_id: int
@@ -104,6 +116,10 @@ class LoadSession:
     stale_words: int = 0
     source_told: bool = False
     on_quiet: list[Callable[[], None]] = field(default_factory=list)
+    source_rank: int = 0
+    part: bool = False
+    companions: Companions | None = None
+    awaits_companions: bool = False
 
     @property
     def begun(self) -> bool:

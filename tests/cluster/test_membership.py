@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.cluster import membership
 from kvferry.cluster.membership import PoolMember
-from kvferry.cluster.worker_service import PeerBook, StatusSource, WorkerIdentity
+from kvferry.cluster.worker_service import PeerBook, RankProcess, StatusSource, WorkerIdentity
 from kvferry.core import BlockCounts, Resolution, Role, Source, TransferError
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 
@@ -87,6 +87,7 @@ def _source(worker: FakeWorker, peers: PeerBook) -> StatusSource:
         kv_cache_core="python",
         max_batch=4,
         resolution=resolution,
+        ranks=(RankProcess(0, 0, 0, 41), RankProcess(1, 1, 0, 42)),
     )
     return StatusSource(identity, worker, peers)
 

@@ -127,3 +127,18 @@ def test_one_port_cannot_serve_two_front_ends(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match=r"router\.grpc_port and router\.http_port are both"):
         load_config(flags={"router.grpc_port": port, "router.http_port": port}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "says"),
+    [
+        ({"transceiver.runtime": "CPP"}, "engine.tensor_parallel", "transceiver NIXL/CPP"),
+        ({"transceiver.wire_format": "int8"}, "transceiver.wire_format", "set it to stored"),
+    ],
+)
+def test_what_workers_of_several_ranks_cannot_have(
+    model_dir: Path, refusal: Callable[..., ConfigError], settings: dict[str, Any], field: str, says: str
+) -> None:
+    error = refusal(model_dir, {"engine.tensor_parallel": 2, **settings})
+    assert error.field == field
+    assert says in error.message

@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig
 
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.config_sources import load_config
-from kvferry.cluster.roles import model_limits, plan_roles, threads_per_worker
+from kvferry.cluster.roles import model_limits, plan_roles, threads_per_rank
 from kvferry.core import CheckpointError, ConfigError, ModelLimits, Role
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64}
@@ -111,12 +111,12 @@ def test_planning_needs_neither_torch_nor_ray() -> None:
 
 @pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1), (0, 2, 2)])
 def test_cores_are_shared_out(workers: int, cores: int, threads: int) -> None:
-    assert threads_per_worker(WorkerConfig(), workers, cores) == threads
+    assert threads_per_rank(WorkerConfig(), workers, cores) == threads
 
 
 def test_an_explicit_thread_count_is_kept() -> None:
     config = WorkerConfig.model_validate({"engine": {"threads": 5}})
-    assert threads_per_worker(config, workers=4, cores=2) == 5
+    assert threads_per_rank(config, ranks=4, cores=2) == 5
 
 
 def test_limits_come_from_the_text_part_of_a_wrapper() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from checkpoints import random_checkpoint
 
 from kvferry.core import DType, GroupKind, KVLayout
-from kvferry.models import ForwardBatch, StateRun, load_model, torch_operators
+from kvferry.models import ForwardBatch, Shard, StateRun, load_model, torch_operators
 from kvferry.models.rope import rotate
 
 Logits = Callable[[Path, Sequence[int]], torch.Tensor]
@@ -92,6 +94,59 @@ def our_logits() -> Logits:
         states = FreshStates(layouts).next(len(rows))
         batch = ForwardBatch(torch.tensor(list(token_ids)), rows, rows, _dense_attention(layouts), states)
         return model.forward(batch)
+
+    return run
+
+
+class _Together:
+    """Collectives of the ranks of one stage, each on a thread of its own."""
+
+    def __init__(self, tp_size: int) -> None:
+        self.given: list[torch.Tensor] = [torch.empty(0)] * tp_size
+        self.barrier = threading.Barrier(tp_size, timeout=20)
+
+    def of_rank(self, tp_rank: int) -> _Member:
+        return _Member(self, tp_rank)
+
+
+class _Member:
+    def __init__(self, together: _Together, tp_rank: int) -> None:
+        self._together, self._tp_rank = together, tp_rank
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._together.given[self._tp_rank] = x.clone()
+        self._together.barrier.wait()
+        given = list(self._together.given)
+        self._together.barrier.wait()
+        return given
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self._exchange(x)).sum(0))
+
+    def side_by_side(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        parts = self._exchange(x)
+        assert [part.shape[1] for part in parts] == list(widths)
+        return torch.cat(parts, dim=1)
+
+
+@pytest.fixture(scope="session")
+def sharded_logits() -> Callable[..., list[torch.Tensor]]:
+    """`sharded_logits(model_dir, token_ids, tp_size, pp_size)`: as `our_logits`, of each rank of the last stage."""
+
+    def run(model_dir: Path, token_ids: Sequence[int], tp_size: int, pp_size: int) -> list[torch.Tensor]:
+        rows, hidden = torch.arange(len(token_ids)), [None] * tp_size
+        for stage in range(pp_size):
+            together = _Together(tp_size)
+
+            def forward(tp_rank: int, given: Any, stage: int = stage, together: _Together = together) -> torch.Tensor:
+                shard = Shard(tp_rank, tp_size, stage, pp_size)
+                model = load_model(model_dir, torch_operators(), shard=shard, collectives=together.of_rank(tp_rank))
+                attention = _dense_attention(model.layouts(16, DType.FLOAT32))
+                return model.forward(ForwardBatch(torch.tensor(list(token_ids)), rows, rows, attention, hidden=given))
+
+            with ThreadPoolExecutor(tp_size) as threads:
+                hidden = list(threads.map(forward, range(tp_size), hidden))
+        return hidden
 
     return run
 

@@ -114,12 +114,14 @@ class ServerProcess:
 
 @dataclass(slots=True)
 class PlainCluster:
-    """Owns its processes; `close` ends them. settings: dotted key -> value, for every process."""
+    """Owns its processes; `close` ends them. settings: dotted key -> value, for every process. start_s: what they get
+    to start."""
 
     model_dir: Path
     work_dir: Path
     settings: Settings = field(default_factory=dict)
     faulty: frozenset[str] = frozenset()
+    start_s: float = START_S
     servers: dict[str, ServerProcess] = field(default_factory=dict)
     grpc: str = ""
     http: str = ""
@@ -137,7 +139,7 @@ class PlainCluster:
         for flag, address in (("--grpc-port", self.grpc), ("--http-port", self.http)):
             ports += [flag, address.rpartition(":")[2] or "0"]
         server = self._spawn("router", ["router", *ports])
-        facts = server.await_ready(time.monotonic() + START_S)
+        facts = server.await_ready(time.monotonic() + self.start_s)
         self.grpc, self.http = facts["grpc"], facts["http"]
 
     def spawn_worker(self, name: str, port: int = 0) -> ServerProcess:
@@ -146,7 +148,7 @@ class PlainCluster:
         return self._spawn(name, [role, name, "--router", self.grpc, "--port", str(port)])
 
     def await_workers(self, names: Sequence[str]) -> None:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.start_s
         for name in names:
             self.servers[name].await_ready(deadline)
         problem: str | None = "the router does not answer"

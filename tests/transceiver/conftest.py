@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import pytest
@@ -25,13 +25,14 @@ from kvferry.core import (
     TokenRange,
     TransferError,
     new_incarnation,
+    rank_incarnation,
 )
 from kvferry.kvcache import BlockHold, CacheStateError, KVPool
 from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult
 from kvferry.transceiver.control import ControlClient, ControlTarget
 from kvferry.transceiver.cpp_runtime import CppTransceiver
 from kvferry.transceiver.faulty import Fault, FaultyAgent, Target
-from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
+from kvferry.transceiver.implementation import RankPlace, RuntimeTimes, WorkerIdentity
 from kvferry.transceiver.loopback import LoopbackAgent, LoopbackFabric
 from kvferry.transceiver.memory import SharedArena
 from kvferry.transceiver.mooncake import MooncakeAgent
@@ -43,6 +44,7 @@ from kvferry.transceiver.native_shm import NativeShmAgent
 from kvferry.transceiver.nixl import NixlAgent
 from kvferry.transceiver.nixl_library import nixl_backend
 from kvferry.transceiver.python_runtime import PythonTransceiver
+from kvferry.transceiver.ranked import PartRequest, RankedTransceiver
 from kvferry.transceiver.session_runtime import SessionRuntime
 from kvferry.transceiver.shm import ShmAgent
 from kvferry.transceiver.ucx_library import ucx_backend
@@ -176,6 +178,70 @@ class Worker:
         return load
 
 
+MODEL_LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=4, tokens_per_block=4)
+"""Of a model of four layers and two kv heads, which `World.ranked` divides."""
+
+
+@dataclass
+class SameProcess:
+    """`OtherRank` without a process of its own."""
+
+    transceiver: SessionRuntime
+    attended: list[float] = field(default_factory=list)
+
+    @property
+    def info(self) -> RankInfo:
+        return self.transceiver.local
+
+    def connect(self, endpoint: str, source_rank: int) -> Future[None]:
+        future: Future[None] = Future()
+        try:
+            self.transceiver.connect_rank(endpoint, source_rank)
+            future.set_result(None)
+        except TransferError as error:
+            future.set_exception(error)
+        return future
+
+    def load(self, request: PartRequest, on_done: Callable[[LoadResult], None]) -> int:
+        return self.transceiver.load_part(
+            request.handle, request.tokens_digest, request.tables, request.tokens, request.source_rank, on_done
+        )
+
+    def cancel(self, load_id: int) -> None:
+        self.transceiver.cancel_load(load_id)
+
+    def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:
+        self.transceiver.when_quiet(load_id, on_quiet)
+
+    def attend(self, seconds: float) -> None:
+        self.attended.append(seconds)
+        self.transceiver.attend(seconds)
+
+
+@dataclass
+class RankedWorker:
+    """Rank 0 first in every list."""
+
+    transceiver: RankedTransceiver
+    agents: list[FaultyAgent]
+    pools: list[KVPool]
+    others: list[SameProcess]
+
+    def head(self, rank: int, block: int, layer: int, plane: int, head: int) -> torch.Tensor:
+        """[tokens, dims] of one of the model's layers and heads on a rank; raises where the rank does not hold it."""
+        pool = self.pools[rank]
+        return pool.view[block, pool.layout.layers.index(layer), plane, list(pool.layout.heads).index(head)]
+
+    def advertise(self, ids: Sequence[int], stop: int) -> tuple[bytes, FakeHold]:
+        hold = FakeHold((BlockTable(tuple(ids), tuple(int(self.pools[0].generations[block]) for block in ids)),))
+        return self.transceiver.advertise(hold, TokenRange(0, stop), DIGEST, hold.release), hold
+
+    def load(self, handle: bytes, ids: Sequence[int], tokens: TokenRange) -> Load:
+        load = Load()
+        load.load_id = self.transceiver.load(handle, DIGEST, (BlockTable(tuple(ids), ()),), tokens, load.on_done)
+        return load
+
+
 class World:
     """Workers that can reach each other; all of them are closed at the end."""
 
@@ -236,6 +302,33 @@ class World:
             agent = NativeAgent(faulty)
         transceiver = CppTransceiver(identity, [pool], agent, LocalControl(self.targets), times)
         return Worker(transceiver, NativeFaults(faulty), pool)
+
+    def ranked(self, role: Role, endpoint: str, tp_size: int, pp_size: int, **times: float) -> RankedWorker:
+        """A worker of several ranks on the PYTHON runtime, over memory copies."""
+        settings = replace(
+            RuntimeTimes(transfer_timeout_s=10.0, grace_s=5.0, first_contact_s=1.0, close_timeout_s=2.0), **times
+        )
+        incarnation, ranks = new_incarnation(), []
+        for rank in range(tp_size * pp_size):
+            place = RankPlace(rank % tp_size, tp_size, rank // tp_size, pp_size)
+            each = len(MODEL_LAYOUT.layers) // pp_size
+            layout = MODEL_LAYOUT.shard(place.tp_rank, tp_size, range(place.pp_rank * each, (place.pp_rank + 1) * each))
+            assert layout is not None
+            own, name = rank_incarnation(incarnation, rank), f"{role.value}-{endpoint}"
+            identity = WorkerIdentity(name, role, own, endpoint, "model", resolution(), place)
+            agent, pool = FaultyAgent(LoopbackAgent(own, self.fabric)), make_pool(layout, 16)
+            transceiver = PythonTransceiver(identity, [pool], agent, LocalControl(self.targets), settings)
+            ranks.append(Worker(transceiver, agent, pool))
+        self.workers += ranks
+        others = [SameProcess(rank.transceiver) for rank in ranks[1:]]
+        worker = RankedWorker(
+            RankedTransceiver(ranks[0].transceiver, others),
+            [rank.agent for rank in ranks],
+            [r.pool for r in ranks],
+            others,
+        )
+        self.targets[endpoint] = worker.transceiver
+        return worker
 
     def make_agent(self, incarnation: str, arena: SharedArena) -> Agent:
         if self.backend == "nixl":
