@@ -72,7 +72,7 @@ Row = CostRow | PoolRow | HitRow
 
 def metadata_manager(blocks: int, tokens_per_block: int, core: str) -> KVCacheManager:
     """A V2 manager whose pages take a byte per token."""
-    layout = KVLayout(GroupKind.MLA, (0,), 1, 1, dtype=DType.INT8, tokens_per_block=tokens_per_block, planes=1)
+    layout = KVLayout(GroupKind.MLA, (0,), 1, 1, dtype=DType.FLOAT8, tokens_per_block=tokens_per_block, planes=1)
     return create_manager("V2", [layout], blocks * layout.slot_nbytes, core=core)
 
 

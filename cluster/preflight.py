@@ -13,7 +13,7 @@ import torch
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.roles import RolePlan
 from kvferry.core import CheckpointError, ConfigError
-from kvferry.engine import EngineSettings
+from kvferry.engine import KV_DTYPES, EngineSettings
 from kvferry.kvcache.pool import blocks_for_budget
 from kvferry.models import CausalLM, inspect_model
 from kvferry.text import Tokenizer
@@ -28,6 +28,7 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
         precision=engine.precision,
         kernels=engine.kernels,
         threads=threads,
+        kv_dtype=KV_DTYPES[cache.dtype],
         tokens_per_block=cache.tokens_per_block,
         max_batch=engine.max_batch,
         step_token_budget=engine.step_token_budget,

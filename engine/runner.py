@@ -14,6 +14,7 @@ import torch
 from kvferry.core import ConfigError, KVLayout, ModelLimits
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.kernels import Kernels
+from kvferry.engine.linear import PRECISIONS
 from kvferry.engine.operators import operators_for
 from kvferry.engine.sampler import RowRequest, Sampled, sample
 from kvferry.engine.sequence import Sequence
@@ -86,7 +87,8 @@ class ModelRunner:
             torch.set_num_threads(settings.threads)
         started = time.monotonic()
         operators = operators_for(settings.device, settings.precision, Kernels.of(settings.kernels))
-        runner = cls(load_model(model_dir, operators, device=settings.device), settings)
+        dtype = PRECISIONS.get(settings.precision).dtype
+        runner = cls(load_model(model_dir, operators, dtype, settings.device), settings)
         logger.info("loaded %s in %.1f s, %d threads", model_dir, time.monotonic() - started, torch.get_num_threads())
         return runner
 

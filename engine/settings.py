@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from kvferry.core import ConfigError, DType
 from kvferry.engine.kernels import Kernels
-from kvferry.engine.linear import PRECISIONS
+from kvferry.engine.linear import PRECISIONS, check_precision
+
+KV_DTYPES = {"fp32": DType.FLOAT32, "bf16": DType.BFLOAT16, "int8": DType.INT8}
+"""What K and V can be kept in, by the names that precisions have."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Raises ConfigError naming the setting.
 
+    precision: what the linears compute in. kv_dtype: what K and V are kept in.
     kernels: auto, native or torch (see `Kernels`).
     threads: compute threads of this worker (None: all cores this process may use).
     max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
@@ -43,6 +47,7 @@ class EngineSettings:
                 f"engine.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",
                 field="engine.precision",
             )
+        check_precision(self.device, self.precision)
         for name in ("threads", "tokens_per_block", "max_batch", "step_token_budget", "max_step_ms", "max_queued"):
             value = getattr(self, name)
             if value is not None and value < 1:
