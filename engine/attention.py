@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.core import AxisOrder, DType, GroupKind
-from kvferry.engine.kernels import Kernels, use_native
+from kvferry.engine.kernels import Kernels, use_native, use_triton
 from kvferry.engine.kv_rows import RowWriter, decode_rows, encode_rows
 from kvferry.engine.spans import AttentionChunk, Span, lowest_attended, spans_of
 from kvferry.kvcache import KVPool
@@ -62,12 +62,23 @@ class _Group:
 
     def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int, kernels: Kernels) -> None:
         self._pool, self._spans = pool, spans_of(pool.layout, chunks, group)
-        self.step: GroupStep = self._native_step() if _runs_native(pool, kernels) else self.sink_step
+        self.step: GroupStep
+        if _runs_native(pool, kernels):
+            self.step = self._native_step()
+        elif _runs_triton(pool, kernels):
+            self.step = self.sink_step = self._triton_step()
+        else:
+            self.step = self.sink_step
 
     def _native_step(self) -> GroupStep:
         from kvferry.engine.native_attention import NativeGroupStep
 
         return NativeGroupStep(self._pool, self._spans)
+
+    def _triton_step(self) -> GroupStep:
+        from kvferry.engine.triton_attention import TritonGroupStep
+
+        return TritonGroupStep(self._pool, self._spans)
 
     @cached_property
     def sink_step(self) -> GroupStep:
@@ -79,6 +90,14 @@ def _runs_native(pool: KVPool, kernels: Kernels) -> bool:
     layout = pool.layout
     known = layout.planes == 2 and layout.kind in (GroupKind.FULL, GroupKind.WINDOW)
     return known and layout.dtype in _NATIVE_DTYPES and use_native(kernels, pool.view.device)
+
+
+def _runs_triton(pool: KVPool, kernels: Kernels) -> bool:
+    if not use_triton(kernels, pool.view.device):
+        return False
+    from kvferry.engine.triton_attention import can_attend
+
+    return can_attend(pool.layout)
 
 
 _NATIVE_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.INT8)
