@@ -90,7 +90,7 @@ Row = CostRow | PoolRow | HitRow | RunRow
 
 def metadata_manager(blocks: int, tokens_per_block: int, core: str, version: str = "V2") -> KVCacheManager:
     """A manager whose pages take a byte per token."""
-    layout = KVLayout(GroupKind.MLA, (0,), 1, 1, dtype=DType.INT8, tokens_per_block=tokens_per_block, planes=1)
+    layout = KVLayout(GroupKind.MLA, (0,), 1, 1, dtype=DType.FLOAT8, tokens_per_block=tokens_per_block, planes=1)
     return create_manager(version, [layout], blocks * layout.slot_nbytes, core=core)
 
 

@@ -80,6 +80,9 @@ class KVCacheConfig(Section):
     disk_dir: str | None = Field(default=None, description="folder for these files, on every worker's machine")
     connector: str | None = Field(default=None, description="external KV store: directory, or a package's; V1 only")
     connector_address: str = Field(default="", description="where that store is; directory: a folder for all workers")
+    dtype: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32", description="what K and V are kept in; int8: with a scale per token and head"
+    )
     tokens_per_block: int = Field(default=16, ge=1, le=1024, description="tokens of one KV block")
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")
     min_partial_tokens: int = Field(
@@ -99,7 +102,7 @@ class KVCacheConfig(Section):
 
 class EngineConfig(Section):
     device: str = Field(default="cpu", description="torch device the worker computes on")
-    precision: str = Field(default="fp32", description="precision of weights and activations")
+    precision: str = Field(default="fp32", description="what linears compute in: fp32; int8 on the CPU; bf16 on a GPU")
     kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="auto: the compiled CPU kernels if they can be loaded, else torch's"
     )

@@ -13,7 +13,7 @@ import torch
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.roles import RolePlan
 from kvferry.core import CheckpointError, ConfigError, Resolution
-from kvferry.engine import EngineSettings, rank_device, rank_layouts
+from kvferry.engine import KV_DTYPES, EngineSettings, rank_device, rank_layouts
 from kvferry.kvcache.factory import NO_CONNECTORS_OF_RANKS, NO_TIERS_OF_RANKS
 from kvferry.kvcache.pool import blocks_for_budget
 from kvferry.models import CausalLM, inspect_model
@@ -31,6 +31,7 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
         precision=engine.precision,
         kernels=engine.kernels,
         threads=threads,
+        kv_dtype=KV_DTYPES[cache.dtype],
         tokens_per_block=cache.tokens_per_block,
         max_batch=engine.max_batch,
         step_token_budget=engine.step_token_budget,

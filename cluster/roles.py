@@ -223,19 +223,22 @@ def _check_pairs(plans: list[RolePlan]) -> None:
     by_role = {plan.role: plan for plan in plans}
     if Role.PREFILL not in by_role or Role.DECODE not in by_role:
         return
-    facts = [
-        PairFacts(f"{plan.role.value} workers", model_fingerprint="", kv_dtype="", resolution=plan.resolution)
+    prefill, decode = (
+        PairFacts(f"{plan.role.value} workers", "", plan.config.kv_cache.dtype, plan.resolution)
         for plan in (by_role[Role.PREFILL], by_role[Role.DECODE])
-    ]
-    problem = can_pair(*facts)
+    )
+    problem = can_pair(prefill, decode)
     if problem:
         raise ConfigError(
-            f"{problem}: set transceiver.runtime and kv_cache.manager alike for both roles",
-            field=_setting_at_fault(*(entry.resolution for entry in facts)),
+            f"{problem}: set transceiver.runtime, kv_cache.manager and kv_cache.dtype alike for both roles",
+            field=_setting_at_fault(prefill, decode),
         )
 
 
-def _setting_at_fault(prefill: Resolution, decode: Resolution) -> str:
+def _setting_at_fault(ours: PairFacts, theirs: PairFacts) -> str:
     """A manager that was demoted follows from the runtime; another one was set, or is the model's."""
+    if ours.kv_dtype != theirs.kv_dtype:
+        return "kv_cache.dtype"
+    prefill, decode = ours.resolution, theirs.resolution
     demoted = Source.DEMOTED in (prefill.manager_source, decode.manager_source)
     return "kv_cache.manager" if prefill.manager != decode.manager and not demoted else "transceiver.runtime"

@@ -41,6 +41,11 @@ class DType(Enum):
     def nbytes(self) -> int:
         return _DTYPE_NBYTES[self]
 
+    @property
+    def row_scale_nbytes(self) -> int:
+        """What stands behind each row of K or V of this type: one float32 that scales the row, or nothing."""
+        return 4 if self is DType.INT8 else 0
+
 
 _DTYPE_NBYTES = {DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT8: 1, DType.INT8: 1}
 
@@ -143,8 +148,9 @@ class KVLayout:
 
     @property
     def row_nbytes(self) -> int:
-        """One token of one head of one plane of one layer."""
-        return self.head_dim * self.dtype.nbytes
+        """One token of one head of one plane of one layer, its scale included, so that it moves with what it scales.
+        States have no scales."""
+        return self.head_dim * self.dtype.nbytes + (0 if self.kind.is_state else self.dtype.row_scale_nbytes)
 
     @property
     def plane_nbytes(self) -> int:

@@ -13,11 +13,12 @@ from kvferry.engine.runner import Chunk, ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit
 from kvferry.engine.sequence import Sequence
-from kvferry.engine.settings import EngineSettings
+from kvferry.engine.settings import KV_DTYPES, EngineSettings
 from kvferry.engine.thread import EngineThread, EventStream
 from kvferry.engine.worker import EngineHost, EngineState, abort
 
 __all__ = [
+    "KV_DTYPES",
     "LLM",
     "BatchScheduler",
     "BeamCompletion",

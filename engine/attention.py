@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvferry.core import AxisOrder, GroupKind
-from kvferry.engine.kernels import Kernels, use_native
+from kvferry.core import AxisOrder, DType, GroupKind
+from kvferry.engine.kernels import Kernels, use_native, use_triton
+from kvferry.engine.kv_rows import RowWriter, decode_rows, encode_rows
 from kvferry.engine.spans import AttentionChunk, Span, lowest_attended, spans_of
 from kvferry.kvcache import KVPool
 from kvferry.models.rope import rotate
@@ -52,42 +53,70 @@ class PagedAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         group, index = self._where[layer]
-        if sinks is None:
-            return group.step.attend(index, q, k, v, scale, turn)
-        return group.torch_step.attend(index, q, k, v, scale, turn, sinks)
+        step = group.step if sinks is None else group.sink_step
+        return step.attend(index, q, k, v, scale, turn, sinks)
 
 
 class _Group:
-    """One layer group of the step. torch_step: for layers with what the compiled kernels lack (sinks)."""
+    """One layer group of the step. sink_step: for layers whose softmax has a sink, which the CPU's kernels lack."""
 
     def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int, kernels: Kernels) -> None:
         self._pool, self._spans = pool, spans_of(pool.layout, chunks, group)
-        self.step: GroupStep = self._native_step() if _runs_native(pool, kernels) else self.torch_step
+        self.step: GroupStep
+        if _runs_native(pool, kernels):
+            self.step = self._native_step()
+        elif _runs_triton(pool, kernels):
+            self.step = self.sink_step = self._triton_step()
+        else:
+            self.step = self.sink_step
 
     def _native_step(self) -> GroupStep:
         from kvferry.engine.native_attention import NativeGroupStep
 
         return NativeGroupStep(self._pool, self._spans)
 
+    def _triton_step(self) -> GroupStep:
+        from kvferry.engine.triton_attention import TritonGroupStep
+
+        return TritonGroupStep(self._pool, self._spans)
+
     @cached_property
-    def torch_step(self) -> _TorchGroupStep:
+    def sink_step(self) -> GroupStep:
         return _TorchGroupStep(self._pool, self._spans)
 
 
 def _runs_native(pool: KVPool, kernels: Kernels) -> bool:
-    """The compiled kernels know K and V in float32, and no chunks."""
+    """The compiled kernels know K and V of some types, and no chunks."""
     layout = pool.layout
     known = layout.planes == 2 and layout.kind in (GroupKind.FULL, GroupKind.WINDOW)
-    return known and pool.view.dtype is torch.float32 and use_native(kernels, pool.view.device)
+    return known and layout.dtype in _NATIVE_DTYPES and use_native(kernels, pool.view.device)
+
+
+def _runs_triton(pool: KVPool, kernels: Kernels) -> bool:
+    if not use_triton(kernels, pool.view.device):
+        return False
+    from kvferry.engine.triton_attention import can_attend
+
+    return can_attend(pool.layout)
+
+
+_NATIVE_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.INT8)
 
 
 class GroupStep(Protocol):
     """One step of one layer group."""
 
     def attend(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, turn: torch.Tensor | None
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        turn: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """index: the layer's place in the group."""
+        """index: the layer's place in the group; all else as `models.Attention` has it."""
         ...
 
 
@@ -96,7 +125,7 @@ class _TorchGroupStep:
 
     def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         self._planes = pool.layout.planes
-        self._writes = _Writes(pool, spans)
+        self._writer = RowWriter(pool, spans)
         singles = [span for span in spans if span.length == 1]
         batches = decode_batches([len(span.blocks) for span in singles])
         self._decodes = [_DecodeBatch(pool, [singles[index] for index in batch]) for batch in batches]
@@ -115,7 +144,7 @@ class _TorchGroupStep:
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         v = k if self._planes == 1 else v
-        self._writes.write(index, k, v)
+        self._writer.write(index, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for batch in self._decodes:
             out[batch.rows] = batch.attend(index, q[batch.rows], scale, sinks)
@@ -146,33 +175,6 @@ def decode_batches(block_counts: Sequence[int]) -> list[list[int]]:
     return [sorted(batch) for batch in batches]
 
 
-class _Writes:
-    """Where each of the step's tokens goes. A *row* is one token of one head of one plane: head_dim elements."""
-
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
-        layout, block = pool.layout, pool.layout.tokens_per_block
-        device = pool.view.device
-        positions = [position - span.origin for span in spans for position in range(span.start, span.stop)]
-        owners = [span for span in spans for _ in range(span.length)]
-        slots = [span.blocks[position // block] for span, position in zip(owners, positions, strict=True)]
-        first = torch.tensor(slots, dtype=torch.int64, device=device) * (len(layout.layers) * layout.planes)
-        offset = torch.tensor([position % block for position in positions], dtype=torch.int64, device=device)
-        planes = torch.arange(layout.planes, device=device).view(-1, 1, 1)
-        heads = torch.arange(layout.kv_heads, device=device)
-        first = (planes + first.view(-1, 1)) * layout.kv_heads * block
-        offset = offset.view(-1, 1)
-        heads_first = layout.axis_order is AxisOrder.HEAD_TOKEN
-        inner = heads * block + offset if heads_first else offset * layout.kv_heads + heads
-        self._rows = (first + inner).flatten()
-        self._layer_rows = layout.planes * layout.kv_heads * block
-        self._pool = pool.view.view(-1, layout.head_dim)
-        self._planes = layout.planes
-
-    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        source = torch.stack((k, v)[: self._planes]).view(-1, k.shape[-1])
-        self._pool.index_copy_(0, self._rows + index * self._layer_rows, source.to(self._pool.dtype))
-
-
 class _Gather:
     """Copies the blocks of several spans side by side, as K and V of [spans, kv_heads, tokens, head_dim].
 
@@ -184,7 +186,7 @@ class _Gather:
 
     def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         layout, block, device = pool.layout, pool.layout.tokens_per_block, pool.view.device
-        self._layout, self._spans = layout, len(spans)
+        self._layout, self._spans, self._width = layout, len(spans), pool.view.shape[-1]
         self._blocks = max(len(span.blocks) for span in spans)
         padded = [span.blocks + span.blocks[:2][-1:] * (self._blocks - len(span.blocks)) for span in spans]
         slots = torch.tensor(padded, dtype=torch.int64, device=device) * (len(layout.layers) * layout.planes)
@@ -193,10 +195,10 @@ class _Gather:
         if self._heads_first:
             heads = torch.arange(layout.kv_heads, device=device).view(-1, 1)
             self._units = (planes.unsqueeze(2) * layout.kv_heads + heads).flatten()
-            self._pool = pool.view.view(-1, block * layout.head_dim)
+            self._pool = pool.view.view(-1, block * self._width)
         else:
             self._units = planes.flatten()
-            self._pool = pool.view.view(-1, block * layout.kv_heads * layout.head_dim)
+            self._pool = pool.view.view(-1, block * layout.kv_heads * self._width)
         self._layer_units = layout.planes * (layout.kv_heads if self._heads_first else 1)
         # One buffer for all layers: fresh pages for each would cost more than the copy.
         self._copy = torch.empty((len(self._units), self._pool.shape[1]), dtype=self._pool.dtype, device=device)
@@ -209,7 +211,7 @@ class _Gather:
         self._holes = self._hole_rows((~self.valid & (self.positions < filled_stop)).nonzero())
 
     def _hole_rows(self, holes: torch.Tensor) -> torch.Tensor:
-        """holes: int64 [n, 2], span and token. Rows of head_dim elements in the copy."""
+        """holes: int64 [n, 2], span and token. Their rows in the copy."""
         heads = torch.arange(self._layout.kv_heads, device=holes.device)
         planes = torch.arange(self._layout.planes, device=holes.device).view(-1, 1, 1)
         spans = planes * self._spans + holes[:, :1]
@@ -221,13 +223,13 @@ class _Gather:
         """K and V of one layer (one tensor where the cache has one plane); valid until the next read."""
         torch.index_select(self._pool, 0, self._units + index * self._layer_units, out=self._copy)
         layout = self._layout
-        self._copy.view(-1, layout.head_dim).index_fill_(0, self._holes, 0)
+        self._copy.view(-1, self._width).index_fill_(0, self._holes, 0)
         if self._heads_first:
-            shape = (layout.planes, self._spans, layout.kv_heads, len(self.positions), layout.head_dim)
-            both = self._copy.view(shape).to(dtype)
+            shape = (layout.planes, self._spans, layout.kv_heads, len(self.positions), self._width)
+            both = decode_rows(self._copy.view(shape), layout.dtype, dtype)
         else:
-            shape = (layout.planes, self._spans, len(self.positions), layout.kv_heads, layout.head_dim)
-            both = self._copy.view(shape).transpose(2, 3).to(dtype)
+            shape = (layout.planes, self._spans, len(self.positions), layout.kv_heads, self._width)
+            both = decode_rows(self._copy.view(shape).transpose(2, 3), layout.dtype, dtype)
         return both[0], both[-1]
 
 
@@ -254,7 +256,7 @@ class _LongChunk:
     def __init__(self, pool: KVPool, span: Span) -> None:
         layout, device = pool.layout, pool.view.device
         self.rows = slice(span.row, span.row + span.length)
-        self._stored = pool.view.dtype
+        self._stored = layout.dtype
         self._gather = _Gather(pool, [span]) if span.start > 0 else None
         self._mask: torch.Tensor | None = None
         if self._gather is not None or (layout.window is not None and layout.window < span.length):
@@ -275,7 +277,7 @@ class _LongChunk:
     ) -> torch.Tensor:
         if self._gather is None:
             # Through the stored type, so that a prompt computed whole equals one computed in chunks.
-            k, v = (x.to(self._stored).to(q.dtype).transpose(0, 1) for x in (k, v))
+            k, v = (decode_rows(encode_rows(x, self._stored), self._stored, q.dtype).transpose(0, 1) for x in (k, v))
         else:
             k, v = (x[0] for x in self._gather.read(index, q.dtype))
         length, heads, dim = q.shape

@@ -5,6 +5,7 @@ The compiled module is looked for once, after torch, whose OpenMP runtime it sha
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from enum import Enum
 from functools import cache
@@ -53,6 +54,19 @@ def use_native(kernels: Kernels, device: torch.device) -> bool:
             "compiler at hand, or set engine.kernels to auto",
             field="engine.kernels",
         )
+    return False
+
+
+def use_triton(kernels: Kernels, device: torch.device) -> bool:
+    """On CUDA devices, where Triton can be imported (torch's CUDA builds bring it)."""
+    return device.type == "cuda" and kernels is not Kernels.TORCH and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    logger.warning("triton is not installed: torch's operators attend on the GPU instead (slower)")
     return False
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.core import Registry
+from kvferry.core import ConfigError, Registry
+from kvferry.engine.int8 import GROUP, pack_torch_int8
 from kvferry.engine.kernels import Kernels, use_native
 from kvferry.models import Linear, LinearFactory, plain_linear
 
@@ -46,25 +47,61 @@ def _native_packer() -> LinearFactory:
     return NativePacker(WeightMemory())
 
 
-@dataclass(frozen=True, slots=True)
-class CPUPacking:
-    """How linears are packed on the CPU at one precision. native: makes the packer of one model, by the compiled
-    kernels; torch: without them."""
+def _native_int8_packer() -> LinearFactory:
+    from kvferry.engine.native_operators import NativeInt8Packer
+    from kvferry.engine.weight_memory import WeightMemory
 
-    native: Callable[[], LinearFactory]
-    torch: LinearFactory
+    return NativeInt8Packer(WeightMemory())
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What linears compute in. dtype: of weights as they are loaded, and of activations; nbytes_per_weight: packed.
+
+    native makes the packer of one model by the compiled CPU kernels, torch packs without them; on other devices
+    weights stay as they are. Where one is None, or `elsewhere` is false, the precision is not computed there.
+    """
+
+    dtype: torch.dtype
+    nbytes_per_weight: float
+    native: Callable[[], LinearFactory] | None
+    torch: LinearFactory | None
+    elsewhere: bool
+
+
+PRECISIONS: Registry[Precision] = Registry("precision", "engine.precision")
+
+PRECISIONS.register("fp32", Precision(torch.float32, 4, _native_packer, pack_onednn, elsewhere=True))
+PRECISIONS.register(
+    "int8", Precision(torch.float32, 1 + 2 / GROUP, _native_int8_packer, pack_torch_int8, elsewhere=False)
+)
+PRECISIONS.register("bf16", Precision(torch.bfloat16, 2, None, None, elsewhere=True))
+
+
+def check_precision(device: str | torch.device, precision: str) -> None:
+    """Raises ConfigError when there is no such precision, or not on that kind of device."""
+    found = PRECISIONS.get(precision)
+    on_cpu = str(device).partition(":")[0] == "cpu"
+    if on_cpu and found.native is None:
+        raise ConfigError(
+            f"engine.precision {precision} is for GPUs, and engine.device is {device}: set it to fp32 or int8",
+            field="engine.precision",
+        )
+    if not on_cpu and not found.elsewhere:
+        raise ConfigError(
+            f"engine.precision {precision} is for the CPU, and engine.device is {device}: set it to fp32 or bf16",
+            field="engine.precision",
+        )
 
 
 def linear_factory(
     device: str | torch.device = "cpu", precision: str = "fp32", kernels: Kernels = Kernels.AUTO
 ) -> LinearFactory:
     """The packing of one model on `device`. Raises ConfigError naming the setting that cannot be served."""
-    on_cpu = PRECISIONS.get(precision)
+    check_precision(device, precision)
+    found = PRECISIONS.get(precision)
     if torch.device(device).type != "cpu":
         return plain_linear
-    return on_cpu.native() if use_native(kernels, torch.device(device)) else on_cpu.torch
-
-
-PRECISIONS: Registry[CPUPacking] = Registry("precision", "engine.precision")
-
-PRECISIONS.register("fp32", CPUPacking(native=_native_packer, torch=pack_onednn))
+    assert found.native is not None, "checked above"
+    assert found.torch is not None, "checked above"
+    return found.native() if use_native(kernels, torch.device(device)) else found.torch

@@ -13,8 +13,8 @@ from kvferry.kvcache import KVPool
 
 
 class NativeGroupStep:
-    """Over a float32 pool in host memory, which must outlive the step. A sequence's results depend on nothing else
-    in the batch, nor on the number of threads."""
+    """Over a pool of float32, bfloat16 or int8 in host memory, which must outlive the step. A sequence's results
+    depend on nothing else in the batch, nor on the number of threads."""
 
     def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
         layout = pool.layout
@@ -22,14 +22,15 @@ class NativeGroupStep:
             if span.blocks and not 0 <= min(span.blocks) <= max(span.blocks) < pool.num_blocks:
                 raise ValueError(f"a block table names blocks outside the pool's {pool.num_blocks}")
         self._layout, self._pool = layout, pool.view
-        head, token = layout.tokens_per_block * layout.head_dim, layout.head_dim
+        head, token = layout.tokens_per_block * layout.row_nbytes, layout.row_nbytes
         if layout.axis_order is AxisOrder.TOKEN_HEAD:
-            head, token = layout.head_dim, layout.kv_heads * layout.head_dim
+            head, token = layout.row_nbytes, layout.kv_heads * layout.row_nbytes
         self._rows = sum(span.length for span in spans)
         self._step = kernels.AttentionStep(
             pool.view.data_ptr(),
-            pool.view.stride(0),
-            pool.view.stride(2),
+            layout.dtype.value,
+            layout.slot_nbytes,
+            layout.plane_nbytes,
             head,
             token,
             layout.tokens_per_block,
@@ -42,8 +43,16 @@ class NativeGroupStep:
         )
 
     def attend(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, turn: torch.Tensor | None
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        turn: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None, "these kernels have no sinks"
         heads, kv_heads, dim = q.shape[1], self._layout.kv_heads, self._layout.head_dim
         q, k, v = self._checked(q, heads), self._checked(k, kv_heads), self._checked(v, kv_heads)
         if heads % kv_heads:
@@ -52,7 +61,7 @@ class NativeGroupStep:
             raise ValueError(f"turn must hold {self._rows} rows of {dim // 2}, got {tuple(turn.shape)}")
         out = torch.empty((self._rows, heads, dim))
         self._step.attend(
-            index * self._pool.stride(1),
+            index * self._layout.layer_nbytes,
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.engine.int8 import quantise_weight
 from kvferry.engine.native import kernels
 from kvferry.engine.weight_memory import WeightMemory
 from kvferry.models import Linear, PlainLinear
@@ -24,15 +25,11 @@ class NativeLinear:
     columns: int
 
     def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        x = _rows_in_place(x, self.columns)
-        rows = x.shape[0]
-        y = torch.empty((rows, self.outputs)) if add_to is None else add_to
-        if y.shape != (rows, self.outputs) or y.dtype != torch.float32 or y.stride(1) != 1:
-            raise ValueError(f"cannot add float32 {rows, self.outputs} to {y.dtype} {tuple(y.shape)}")
+        x, y = _rows_in_place(x, self.columns), _results(add_to, x.shape[0], self.outputs)
         kernels.linear(
             x.data_ptr(),
             x.stride(0),
-            rows,
+            x.shape[0],
             self.columns,
             self.packed.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(),
@@ -60,6 +57,66 @@ class NativePacker:
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return pack_native(weight, bias, self.memory) if weight.dtype == torch.float32 else PlainLinear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeInt8Linear:
+    """packed: int8 values beside their scales, in panels; nothing keeps the plain weight. A row's results depend on
+    nothing else in the batch, nor on the number of rows or threads."""
+
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+    outputs: int
+    columns: int
+
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        x, y = _rows_in_place(x, self.columns), _results(add_to, x.shape[0], self.outputs)
+        kernels.linear_int8(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            self.columns,
+            self.packed.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            y.data_ptr(),
+            y.stride(0),
+            self.outputs,
+            add_to is not None,
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def _results(add_to: torch.Tensor | None, rows: int, outputs: int) -> torch.Tensor:
+    """Where y goes: `add_to` where the kernels can write it, or a new tensor."""
+    if add_to is None:
+        return torch.empty((rows, outputs))
+    if add_to.shape != (rows, outputs) or add_to.dtype != torch.float32 or add_to.stride(1) != 1:
+        raise ValueError(f"cannot add float32 {rows, outputs} to {add_to.dtype} {tuple(add_to.shape)}")
+    return add_to
+
+
+@dataclass(frozen=True, slots=True)
+class NativeInt8Packer:
+    """Rounds weights to int8, all in one memory. Other types than float32 stay plain."""
+
+    memory: WeightMemory
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if weight.dtype != torch.float32:
+            return PlainLinear(weight, bias)
+        outputs, columns = weight.shape
+        rounded = quantise_weight(weight)
+        packed = self.memory.take(kernels.packed_int8_nbytes(outputs, columns))
+        kernels.pack_int8(
+            rounded.values.data_ptr(),
+            rounded.scales.data_ptr(),
+            outputs,
+            columns,
+            packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return NativeInt8Linear(packed, None if bias is None else bias.contiguous(), outputs, columns)
 
 
 def pack_native(weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory) -> NativeLinear:

@@ -14,8 +14,9 @@ def operators_for(
 ) -> Operators:
     """Raises ConfigError naming the setting that cannot be served."""
     linear = linear_factory(device, precision, kernels)
+    exact = linear_factory(device, "fp32", kernels) if precision == "int8" else linear
     if not use_native(kernels, torch.device(device)):
-        return torch_operators(linear)
+        return torch_operators(linear, exact)
     from kvferry.engine.native_operators import rms_norm, silu_product
 
-    return Operators(linear, rms_norm, silu_product)
+    return Operators(linear, exact, rms_norm, silu_product)

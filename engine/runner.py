@@ -13,6 +13,7 @@ import torch
 
 from kvferry.core import ConfigError, KVLayout, ModelLimits
 from kvferry.engine.kernels import Kernels
+from kvferry.engine.linear import PRECISIONS
 from kvferry.engine.operators import operators_for
 from kvferry.engine.rank_group import RankGroup
 from kvferry.engine.rank_leader import RankCommand, RankLeader, rank_device, shard_of_rank
@@ -170,7 +171,8 @@ def load_stage(model_dir: Path, settings: EngineSettings, rank: int, group: Rank
     """What `rank` of a worker computes. group: all ranks; None where there is but one."""
     device, kernels = rank_device(settings, rank), Kernels.of(settings.kernels)
     operators, shard = operators_for(device, settings.precision, kernels), shard_of_rank(rank, settings)
-    model = load_model(model_dir, operators, device=device, shard=shard, collectives=group)
+    dtype = PRECISIONS.get(settings.precision).dtype
+    model = load_model(model_dir, operators, dtype, device, shard=shard, collectives=group)
     between = settings.pipeline_parallel > 1
     hidden = count(text_config(read_config(model_dir)), "hidden_size") if between else 0
     return Stage(model, torch.device(device), kernels, hidden, shard, group)

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from kvferry.core import ConfigError, DType
 from kvferry.engine.kernels import Kernels
-from kvferry.engine.linear import PRECISIONS
+from kvferry.engine.linear import check_precision
+
+KV_DTYPES = {"fp32": DType.FLOAT32, "bf16": DType.BFLOAT16, "int8": DType.INT8}
+"""What K and V can be kept in, by the names that precisions have."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Raises ConfigError naming the setting.
 
+    precision: what the linears compute in. kv_dtype: what K and V are kept in.
     kernels: auto, native or torch (see `Kernels`).
     threads: compute threads of one rank of this worker (None: all cores this process may use).
     tensor_parallel, pipeline_parallel: the worker's ranks, a process each, are as many as their product.
@@ -45,11 +49,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         Kernels.of(self.kernels)
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"engine.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",
-                field="engine.precision",
-            )
+        check_precision(self.device, self.precision)
         for name in (
             "threads",
             "tokens_per_block",

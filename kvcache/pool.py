@@ -76,7 +76,8 @@ def build_pool(layout: KVLayout, num_blocks: int, device: str, allocate: Allocat
     inner = (layout.kv_heads, layout.tokens_per_block)
     if layout.axis_order is AxisOrder.TOKEN_HEAD:
         inner = (layout.tokens_per_block, layout.kv_heads)
-    shape = (num_blocks, len(layout.layers), layout.planes, *inner, layout.head_dim)
+    row_elements = layout.row_nbytes // layout.dtype.nbytes
+    shape = (num_blocks, len(layout.layers), layout.planes, *inner, row_elements)
     return KVPool(
         layout=layout,
         num_blocks=num_blocks,

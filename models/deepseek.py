@@ -238,7 +238,7 @@ def _pairs_together(
 
 def _load_experts(c: DeepseekConfig, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden, shape = c.shape.hidden_size, c.router
-    router = load_router(weights, f"{prefix}gate", shape, hidden, operators.linear)
+    router = load_router(weights, f"{prefix}gate", shape, hidden, operators.exact_linear)
     experts = [
         load_feed_forward(weights, f"{prefix}experts.{expert}.", hidden, c.expert_width, c.gate, operators.linear)
         for expert in range(shape.experts)

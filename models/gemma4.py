@@ -236,7 +236,7 @@ def _load_mixture(c: Gemma4Config, shape: ExpertShape, prefix: str, weights: Wei
     ]
     return _Mixture(
         norm=RMSNorm(operators.rms_norm, weights.get(f"{prefix}router.scale", (hidden,)) * hidden**-0.5, eps),
-        logits=load_packed(weights, [PackedRow(f"{prefix}router.proj", shape.experts)], hidden, operators.linear),
+        logits=load_packed(weights, [PackedRow(f"{prefix}router.proj", shape.experts)], hidden, operators.exact_linear),
         expert_scale=weights.get(f"{prefix}router.per_expert_scale", (shape.experts,)).float(),
         chosen=shape.chosen,
         before=norm("pre_feedforward_layernorm_2"),

@@ -128,7 +128,7 @@ def _load_layer(c: GptOssConfig, prefix: str, index: int, weights: Weights, oper
         for name in ("input", "post_attention")
     ]
     router = load_packed(
-        weights, [PackedRow(f"{prefix}mlp.router", c.experts, True)], shape.hidden_size, operators.linear
+        weights, [PackedRow(f"{prefix}mlp.router", c.experts, True)], shape.hidden_size, operators.exact_linear
     )
     stored = _stored_experts(c, f"{prefix}mlp.experts.", weights)
     experts = MixtureOfExperts(_Router(router, c.chosen), Experts(stored.pack(c.gate, operators.linear)))

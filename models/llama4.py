@@ -212,7 +212,7 @@ def _load_attention(c: Llama4Config, prefix: str, index: int, weights: Weights, 
 
 def _load_experts(c: Llama4Config, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden, width = c.shape.hidden_size, c.expert_width
-    router = load_packed(weights, [PackedRow(f"{prefix}router", c.experts)], hidden, operators.linear)
+    router = load_packed(weights, [PackedRow(f"{prefix}router", c.experts)], hidden, operators.exact_linear)
     stored = TransposedExperts(
         weights.get(f"{prefix}experts.gate_up_proj", (c.experts, hidden, 2 * width)),
         weights.get(f"{prefix}experts.down_proj", (c.experts, width, hidden)),

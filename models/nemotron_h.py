@@ -236,7 +236,7 @@ def _load_experts(
 ) -> MixtureOfExperts | LatentExperts:
     assert c.experts is not None
     hidden, sizes, linear = c.shape.hidden_size, c.experts, operators.linear
-    router = load_router(weights, f"{prefix}gate", sizes.router, hidden, linear)
+    router = load_router(weights, f"{prefix}gate", sizes.router, hidden, operators.exact_linear)
     shared = _load_feed_forward(c, f"{prefix}shared_experts.", hidden, sizes.shared_width, weights, operators)
     columns = hidden if sizes.latent is None else sizes.latent
     experts = Experts(

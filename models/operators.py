@@ -25,9 +25,11 @@ class SiluProduct(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """linear: packs weights for the device."""
+    """linear: packs weights for the device, rounded where the precision is a low one. exact_linear: never rounded, for
+    routers, which choose by small differences and are small themselves."""
 
     linear: LinearFactory
+    exact_linear: LinearFactory
     rms_norm: RMSNormOperator
     silu_product: SiluProduct
 
@@ -59,6 +61,6 @@ def silu_product(both: torch.Tensor) -> torch.Tensor:
     return silu(gate).mul_(up)
 
 
-def torch_operators(linear: LinearFactory = plain_linear) -> Operators:
-    """What any device can run."""
-    return Operators(linear, rms_norm, silu_product)
+def torch_operators(linear: LinearFactory = plain_linear, exact_linear: LinearFactory | None = None) -> Operators:
+    """What any device can run. exact_linear: None is the same as `linear`."""
+    return Operators(linear, exact_linear or linear, rms_norm, silu_product)

@@ -170,7 +170,9 @@ def _load_attention(
 def _load_experts(c: SparseLlamaConfig, prefix: str, weights: Weights, operators: Operators) -> MixtureOfExperts:
     hidden = c.shape.hidden_size
     router = _Router(
-        load_packed(weights, [PackedRow(f"{prefix}gate", c.experts)], hidden, operators.linear), c.chosen, c.normalised
+        load_packed(weights, [PackedRow(f"{prefix}gate", c.experts)], hidden, operators.exact_linear),
+        c.chosen,
+        c.normalised,
     )
     experts = [
         load_feed_forward(

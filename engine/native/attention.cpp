@@ -85,6 +85,7 @@ void merge_parts(const AttentionArgs& args, const AttentionTile* tiles, std::int
 
 void attention(const AttentionArgs& args, std::span<const Span> spans, int threads) {
   const KernelSet& set = kernels();
+  const int storage = static_cast<int>(args.pool.storage);
   const Work work = plan(args, spans);
   const std::int64_t sequences = static_cast<std::int64_t>(spans.size());
   const std::int64_t tiles = static_cast<std::int64_t>(work.tiles.size());
@@ -95,11 +96,12 @@ void attention(const AttentionArgs& args, std::span<const Span> spans, int threa
     std::vector<float> scratch(scratch_floats);
     for (std::int64_t sequence = 0; sequence < sequences; ++sequence)
 #pragma omp for schedule(static) nowait
-      for (std::int64_t token = 0; token < spans[sequence].length; ++token) set.store_kv(args, spans[sequence], token);
+      for (std::int64_t token = 0; token < spans[sequence].length; ++token)
+        set.store_kv[storage](args, spans[sequence], token);
 #pragma omp barrier
     // Backwards: the last tiles of a prompt see the most keys, and shall not be waited for at the end.
 #pragma omp for schedule(dynamic, 1)
-    for (std::int64_t tile = tiles - 1; tile >= 0; --tile) set.attend(args, work.tiles[tile], scratch.data());
+    for (std::int64_t tile = tiles - 1; tile >= 0; --tile) set.attend[storage](args, work.tiles[tile], scratch.data());
 #pragma omp for schedule(static)
     for (std::int64_t i = 0; i < merges; ++i)
       merge_parts(args, &work.tiles[work.merges[i].first_tile], work.merges[i].count);

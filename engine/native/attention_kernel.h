@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kv_row.h"
 #include "matmul.h"
 
 namespace {
@@ -19,7 +20,7 @@ constexpr int kKeys = 128;  // positions taken in one go: scores, keys and value
 constexpr int kKeysAhead = 16;  // fetched before use: a block is a page at most, too short for the hardware to notice
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-inline const float* key_row(const PoolView& pool, const Span& span, int head, std::int64_t position) {
+inline const std::byte* key_row(const PoolView& pool, const Span& span, int head, std::int64_t position) {
   const std::int64_t block = position / pool.tokens_per_block, token = position % pool.tokens_per_block;
   return pool.base + span.blocks[block] * pool.slot_stride + head * pool.head_stride + token * pool.token_stride;
 }
@@ -37,14 +38,19 @@ inline void rotate(const float* x, const float* turn, float scale, float* y, int
   }
 }
 
+template <class T>
 void store_kv(const AttentionArgs& args, const Span& span, std::int64_t token) {
   const std::int64_t row = span.row + token;
   const float* turn = args.turn ? args.turn + row * args.dim : nullptr;
   for (int head = 0; head < args.kv_heads; ++head) {
-    float* key = const_cast<float*>(key_row(args.pool, span, head, span.start + token));
-    rotate(args.k + row * args.k_stride + head * args.dim, turn, 1.0f, key, args.dim);
-    std::memcpy(key + args.pool.plane_stride, args.v + row * args.v_stride + head * args.dim,
-                args.dim * sizeof(float));
+    std::byte* key = const_cast<std::byte*>(key_row(args.pool, span, head, span.start + token));
+    const float* k = args.k + row * args.k_stride + head * args.dim;
+    const float* v = args.v + row * args.v_stride + head * args.dim;
+    store_row<T>(key, args.dim, [=](int first, int n, float* to) {
+      rotate(k + first, turn ? turn + first : nullptr, 1.0f, to, n);
+    });
+    store_row<T>(key + args.pool.plane_stride, args.dim,
+                 [=](int first, int n, float* to) { std::memcpy(to, v + first, n * sizeof(float)); });
   }
 }
 
@@ -61,16 +67,16 @@ inline void load_queries(const AttentionArgs& args, const AttentionTile& tile, f
 }
 
 // The rows of K and V that the next turns of the loop need.
-inline void fetch(const float* key, std::ptrdiff_t plane, int dim) {
-  for (int i = 0; i < dim; i += 16) {
+inline void fetch(const std::byte* key, std::ptrdiff_t plane, std::ptrdiff_t nbytes) {
+  for (std::ptrdiff_t i = 0; i < nbytes; i += 64) {
     __builtin_prefetch(key + i);
     __builtin_prefetch(key + plane + i, 0, 2);
   }
 }
 
 // scores[row][key] of kRows queries of kVecs whole vectors, which stay in registers.
-template <int kRows, int kVecs>
-void dots_whole(const float* queries, const float* const* keys, int n, float* scores) {
+template <class T, int kRows, int kVecs>
+void dots_whole(const float* queries, const std::byte* const* keys, int n, float* scores) {
   Vec q[kRows][kVecs];
   for (int row = 0; row < kRows; ++row)
     for (int vec = 0; vec < kVecs; ++vec) q[row][vec] = load(queries + (row * kVecs + vec) * kLanes);
@@ -78,7 +84,7 @@ void dots_whole(const float* queries, const float* const* keys, int n, float* sc
     Vec sums[kRows] = {};
 #pragma GCC unroll 8
     for (int vec = 0; vec < kVecs; ++vec) {
-      const Vec k = load(keys[key] + vec * kLanes);
+      const Vec k = load(elements<T>(keys[key]) + vec * kLanes);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) sums[row] += k * q[row][vec];
     }
@@ -88,18 +94,18 @@ void dots_whole(const float* queries, const float* const* keys, int n, float* sc
 }
 
 // The same for any head size.
-template <int kRows>
-void dots(const float* queries, const float* const* keys, int n, int dim, float* scores) {
+template <class T, int kRows>
+void dots(const float* queries, const std::byte* const* keys, int n, int dim, float* scores) {
   for (int key = 0; key < n; ++key) {
     Vec sums[kRows] = {};
     int i = 0;
     for (; i + kLanes <= dim; i += kLanes) {
-      const Vec k = load(keys[key] + i);
+      const Vec k = load(elements<T>(keys[key]) + i);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) sums[row] += k * load(queries + row * dim + i);
     }
     if (const int left = dim - i) {
-      const Vec k = load_part(keys[key] + i, left);
+      const Vec k = load_part(elements<T>(keys[key]) + i, left);
       for (int row = 0; row < kRows; ++row) sums[row] += k * load_part(queries + row * dim + i, left);
     }
 #pragma GCC unroll 4
@@ -108,15 +114,15 @@ void dots(const float* queries, const float* const* keys, int n, int dim, float*
 }
 
 // out[row][dim] += weights[row][key] * values[key][dim], four vectors at a time.
-template <int kRows>
-void mix(const float* weights, const float* const* keys, std::ptrdiff_t plane, int n, int dim, float* out) {
+template <class T, int kRows>
+void mix(const float* weights, const std::byte* const* keys, std::ptrdiff_t plane, int n, int dim, float* out) {
   int i = 0;
   for (; i + 4 * kLanes <= dim; i += 4 * kLanes) {
     Vec sums[kRows][4];
     for (int row = 0; row < kRows; ++row)
       for (int vec = 0; vec < 4; ++vec) sums[row][vec] = load(out + row * dim + i + vec * kLanes);
     for (int key = 0; key < n; ++key) {
-      const float* value = keys[key] + plane + i;
+      const T* value = elements<T>(keys[key] + plane) + i;
 #pragma GCC unroll 4
       for (int vec = 0; vec < 4; ++vec) {
         const Vec v = load(value + vec * kLanes);
@@ -131,7 +137,8 @@ void mix(const float* weights, const float* const* keys, std::ptrdiff_t plane, i
     const int left = std::min(kLanes, dim - i);
     for (int row = 0; row < kRows; ++row) {
       Vec total = load_part(out + row * dim + i, left);
-      for (int key = 0; key < n; ++key) total += load_part(keys[key] + plane + i, left) * weights[row * kKeys + key];
+      for (int key = 0; key < n; ++key)
+        total += load_part(elements<T>(keys[key] + plane) + i, left) * weights[row * kKeys + key];
       store_part(out + row * dim + i, total, left);
     }
   }
@@ -172,31 +179,33 @@ inline void scale(float* values, int n, float factor) {
   for (int i = 0; i < n; ++i) values[i] *= factor;
 }
 
-template <int kRows>
-void dots_of(const float* q, const float* const* keys, int n, int dim, float* scores, int rows) {
+template <class T, int kRows>
+void dots_of(const float* q, const std::byte* const* keys, int n, int dim, float* scores, int rows) {
   constexpr int kVecs = 64 / kLanes;
   for (; rows >= kRows; rows -= kRows, q += kRows * dim, scores += kRows * kKeys)
     if (kLanes == 16 && dim == 64)
-      dots_whole<kRows, kVecs>(q, keys, n, scores);
+      dots_whole<T, kRows, kVecs>(q, keys, n, scores);
     else
-      dots<kRows>(q, keys, n, dim, scores);
+      dots<T, kRows>(q, keys, n, dim, scores);
   if constexpr (kRows > 1)
-    if (rows) dots_of<kRows - 1>(q, keys, n, dim, scores, rows);
+    if (rows) dots_of<T, kRows - 1>(q, keys, n, dim, scores, rows);
 }
 
-template <int kRows>
-void mix_of(const float* w, const float* const* keys, std::ptrdiff_t plane, int n, int dim, float* out, int rows) {
+template <class T, int kRows>
+void mix_of(const float* w, const std::byte* const* keys, std::ptrdiff_t plane, int n, int dim, float* out, int rows) {
   for (; rows >= kRows; rows -= kRows, w += kRows * kKeys, out += kRows * dim)
-    mix<kRows>(w, keys, plane, n, dim, out);
+    mix<T, kRows>(w, keys, plane, n, dim, out);
   if constexpr (kRows > 1)
-    if (rows) mix_of<kRows - 1>(w, keys, plane, n, dim, out, rows);
+    if (rows) mix_of<T, kRows - 1>(w, keys, plane, n, dim, out, rows);
 }
 
 // Keys as panels [kKeys / kPanel][dim][kPanel], so that scores are a product of the common kind.
-inline void transpose_keys(const float* const* keys, int n, int dim, float* panels) {
+template <class T>
+inline void transpose_keys(const std::byte* const* keys, int n, int dim, float* wide, float* panels) {
   for (int key = 0; key < n; ++key) {
     float* column = panels + static_cast<std::ptrdiff_t>(key / kPanel) * dim * kPanel + key % kPanel;
-    for (int i = 0; i < dim; ++i) column[i * kPanel] = keys[key][i];
+    const float* row = widened<T>(keys[key], dim, wide);
+    for (int i = 0; i < dim; ++i) column[i * kPanel] = row[i];
   }
   for (int key = n; key % kPanel; ++key) {  // what lies there may be NaN, and would slow or spoil the tile
     float* column = panels + static_cast<std::ptrdiff_t>(key / kPanel) * dim * kPanel + key % kPanel;
@@ -205,12 +214,16 @@ inline void transpose_keys(const float* const* keys, int n, int dim, float* pane
 }
 
 // Values as panels [dim / kPanel][n][kPanel], zero-padded.
-inline void panel_values(const float* const* keys, std::ptrdiff_t plane, int n, int dim, float* panels) {
-  for (int first = 0; first < dim; first += kPanel) {
-    const int width = std::min(kPanel, dim - first);
-    for (int key = 0; key < n; ++key, panels += kPanel) {
-      std::memcpy(panels, keys[key] + plane + first, width * sizeof(float));
-      std::fill(panels + width, panels + kPanel, 0.0f);
+template <class T>
+inline void panel_values(const std::byte* const* keys, std::ptrdiff_t plane, int n, int dim, float* wide,
+                         float* panels) {
+  for (int key = 0; key < n; ++key) {
+    const float* row = widened<T>(keys[key] + plane, dim, wide);
+    float* to = panels + static_cast<std::ptrdiff_t>(key) * kPanel;
+    for (int first = 0; first < dim; first += kPanel, to += static_cast<std::ptrdiff_t>(n) * kPanel) {
+      const int width = std::min(kPanel, dim - first);
+      std::memcpy(to, row + first, width * sizeof(float));
+      std::fill(to + width, to + kPanel, 0.0f);
     }
   }
 }
@@ -221,7 +234,8 @@ struct Scratch {
   float* scores;   // [rows][kKeys]
   float* tops;     // [rows]
   float* weights;  // [rows]
-  float* keys;     // panels; many tokens only
+  float* wide;     // [dim]: a row of another type than float; many tokens only, like all below
+  float* keys;     // panels
   float* values;
 
   Scratch(float* p, std::int64_t rows, int dim) {
@@ -230,6 +244,7 @@ struct Scratch {
     scores = p, p += rows * kKeys;
     tops = p, p += rows;
     weights = p, p += rows;
+    wide = p, p += dim;
     keys = p, p += static_cast<std::ptrdiff_t>(dim) * kKeys;
     values = p;
   }
@@ -237,29 +252,42 @@ struct Scratch {
 
 std::size_t attend_scratch(const AttentionArgs& args, std::int64_t tokens) {
   const std::size_t rows = tokens * (args.heads / args.kv_heads), dim = args.dim;
-  return rows * (2 * dim + kKeys + 2) + dim * kKeys + (dim + kPanel) * kKeys;
+  return rows * (2 * dim + kKeys + 2) + dim + dim * kKeys + (dim + kPanel) * kKeys;
+}
+
+// Multiplies each key's column of scores [rows][kKeys] by the scale of its row in that plane.
+inline void apply_scales(const std::byte* const* keys, std::ptrdiff_t plane, int n, int dim, int rows, float* scores) {
+  float scales[kKeys];
+  for (int key = 0; key < n; ++key) scales[key] = row_scale(keys[key] + plane, dim);
+  for (int row = 0; row < rows; ++row)
+    for (int key = 0; key < n; ++key) scores[row * kKeys + key] *= scales[key];
 }
 
 // Scores and mixing of up to kKeys of `left` keys, by dot products: each key serves a few rows only.
-inline void few_rows(const AttentionArgs& args, const Scratch& s, const float* const* keys, int left, int rows) {
+template <class T>
+inline void few_rows(const AttentionArgs& args, const Scratch& s, const std::byte* const* keys, int left, int rows) {
   const int n = std::min(kKeys, left), dim = args.dim;
+  const std::ptrdiff_t plane = args.pool.plane_stride;
   for (int first = 0; first < n; first += kKeysAhead) {
     const int some = std::min(kKeysAhead, n - first);
     for (int key = first + kKeysAhead; key < std::min(first + 2 * kKeysAhead, left); ++key)
-      fetch(keys[key], args.pool.plane_stride, dim);
-    dots_of<4>(s.queries, keys + first, some, dim, s.scores + first, rows);
+      fetch(keys[key], plane, row_nbytes<T>(dim));
+    dots_of<T, 4>(s.queries, keys + first, some, dim, s.scores + first, rows);
   }
+  if constexpr (kScaled<T>) apply_scales(keys, 0, n, dim, rows, s.scores);
   for (int row = 0; row < rows; ++row)
     scale(s.out + row * dim, dim, soften(s.scores + row * kKeys, 0, n, n, s.tops[row], s.weights[row]));
-  mix_of<4>(s.scores, keys, args.pool.plane_stride, n, dim, s.out, rows);
+  if constexpr (kScaled<T>) apply_scales(keys, plane, n, dim, rows, s.scores);
+  mix_of<T, 4>(s.scores, keys, plane, n, dim, s.out, rows);
 }
 
 // The same by products of panels, each token with its own limits.
+template <class T>
 inline void many_rows(const AttentionArgs& args, const AttentionTile& tile, const Scratch& s,
-                      const float* const* keys, std::int64_t from, int n) {
+                      const std::byte* const* keys, std::int64_t from, int n) {
   const int share = args.heads / args.kv_heads, dim = args.dim, rows = static_cast<int>(tile.tokens) * share;
-  transpose_keys(keys, n, dim, s.keys);
-  panel_values(keys, args.pool.plane_stride, n, dim, s.values);
+  transpose_keys<T>(keys, n, dim, s.wide, s.keys);
+  panel_values<T>(keys, args.pool.plane_stride, n, dim, s.wide, s.values);
   for (int first = 0; first < n; first += kPanel)
     multiply<Fetch::kNothing>({s.queries, dim, s.keys + static_cast<std::ptrdiff_t>(first) * dim, s.scores + first, kKeys, dim,
                      false, nullptr, std::min(kPanel, n - first)},
@@ -277,20 +305,23 @@ inline void many_rows(const AttentionArgs& args, const AttentionTile& tile, cons
                     rows);
 }
 
+template <class T>
 inline void attend_one(const AttentionArgs& args, const AttentionTile& tile, const Scratch& s, int rows) {
   const int total = static_cast<int>(tile.to - tile.from);
-  const float* keys[kStretch];
+  const std::byte* keys[kStretch];
   for (int key = 0; key < total; ++key) keys[key] = key_row(args.pool, *tile.span, tile.kv_head, tile.from + key);
-  for (int key = 0; key < std::min(kKeysAhead, total); ++key) fetch(keys[key], args.pool.plane_stride, args.dim);
-  for (int first = 0; first < total; first += kKeys) few_rows(args, s, keys + first, total - first, rows);
+  for (int key = 0; key < std::min(kKeysAhead, total); ++key)
+    fetch(keys[key], args.pool.plane_stride, row_nbytes<T>(args.dim));
+  for (int first = 0; first < total; first += kKeys) few_rows<T>(args, s, keys + first, total - first, rows);
 }
 
+template <class T>
 inline void attend_many(const AttentionArgs& args, const AttentionTile& tile, const Scratch& s) {
-  const float* keys[kKeys];
+  const std::byte* keys[kKeys];
   for (std::int64_t from = tile.from; from < tile.to; from += kKeys) {
     const int n = static_cast<int>(std::min<std::int64_t>(kKeys, tile.to - from));
     for (int key = 0; key < n; ++key) keys[key] = key_row(args.pool, *tile.span, tile.kv_head, from + key);
-    many_rows(args, tile, s, keys, from, n);
+    many_rows<T>(args, tile, s, keys, from, n);
   }
 }
 
@@ -311,6 +342,7 @@ inline void finish(const AttentionArgs& args, const AttentionTile& tile, const S
   }
 }
 
+template <class T>
 void attend(const AttentionArgs& args, const AttentionTile& tile, float* scratch) {
   const int rows = static_cast<int>(tile.tokens) * (args.heads / args.kv_heads);
   const Scratch s(scratch, rows, args.dim);
@@ -320,9 +352,9 @@ void attend(const AttentionArgs& args, const AttentionTile& tile, float* scratch
   std::fill(s.weights, s.weights + rows, 0.0f);
   // The rest of a prompt's chunk may be one token too, and see more than one stretch.
   if (tile.tokens == 1 && tile.to - tile.from <= kStretch)
-    attend_one(args, tile, s, rows);
+    attend_one<T>(args, tile, s, rows);
   else
-    attend_many(args, tile, s);
+    attend_many<T>(args, tile, s);
   finish(args, tile, s, rows);
 }
 

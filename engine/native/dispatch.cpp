@@ -6,13 +6,26 @@ namespace kvferry::native {
 
 namespace {
 
+#ifdef KVFERRY_X86
+const KernelSet& with_byte_products() {
+  static const KernelSet set = [] {
+    KernelSet both = kAvx512;
+    both.name = "avx512vnni", both.int8 = kInt8Avx512Vnni;
+    return both;
+  }();
+  return set;
+}
+#endif
+
 std::vector<const KernelSet*> supported() {
   std::vector<const KernelSet*> sets;
 #ifdef KVFERRY_X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512vnni")) sets.push_back(&with_byte_products());
     sets.push_back(&kAvx512);
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&kAvx2);
 #endif
   sets.push_back(&kPortable);

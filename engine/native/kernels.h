@@ -31,9 +31,44 @@ struct LinearArgs {
   bool add;  // to what y holds
 };
 
-// Where a layer's K and V lie in a pool: element offsets from `base`.
+// Weights of one byte: for every panel [group of columns][scales | two strips], where scales are kPanel bfloat16 and a
+// strip holds its kStrip outputs as [four columns][output][column]. Columns are padded to whole groups with zeros.
+constexpr int kGroup = 32;
+constexpr int kStrip = 16;
+constexpr int kScaleNbytes = 2 * kPanel;
+constexpr int kGroupNbytes = kScaleNbytes + kGroup * kPanel;
+
+constexpr int groups_of(int columns) { return (columns + kGroup - 1) / kGroup; }
+
+// Rows are cut into tiles as even as can be, none higher than `highest`.
+constexpr int tiles_of(int rows, int highest) { return (rows + highest - 1) / highest; }
+constexpr int first_row_of(int tile, int rows, int highest) {
+  return static_cast<int>(std::int64_t{tile} * rows / tiles_of(rows, highest));
+}
+
+// y[rows, outputs] (+)= x[rows, columns] W^T + bias, where x is rounded to one byte too, group by group.
+struct Int8Args {
+  const float* x;
+  std::ptrdiff_t x_stride;
+  std::int8_t* quantised;  // the kernels' copy of x, in an order of their own
+  const std::int8_t* packed;
+  const float* bias;  // or null
+  float* y;
+  std::ptrdiff_t y_stride;
+  int rows;
+  int columns;
+  int outputs;
+  bool add;  // to what y holds
+};
+
+// What an element of K and V is stored as. Bytes have a float behind each row, its scale.
+enum class Storage { kFloat32, kBFloat16, kInt8 };
+constexpr int kStorages = 3;
+
+// Where a layer's K and V lie in a pool: strides in bytes. A row is one token of one head.
 struct PoolView {
-  float* base;  // of this layer's K in slot 0
+  std::byte* base;  // of this layer's K in slot 0
+  Storage storage;
   std::ptrdiff_t slot_stride;
   std::ptrdiff_t plane_stride;  // from K to V
   std::ptrdiff_t head_stride;
@@ -83,12 +118,22 @@ struct AttentionTile {
   float* partial;  // null: the result goes to `out`; else [heads per KV head][dim + 2]: sums, maximum, weight
 };
 
+struct Int8Kernels {
+  int tile_rows;
+  std::size_t (*quantised_nbytes)(int rows, int columns);
+  void (*quantise_row)(const Int8Args&, int row, int tile, int height);
+  // Tiles [first_tile, last_tile) of panels [first_panel, last_panel).
+  void (*linear)(const Int8Args&, int first_tile, int last_tile, int first_panel, int last_panel);
+};
+
 struct KernelSet {
   const char* name;
   // Rows [first_row, last_row) of panels [first_panel, last_panel).
   void (*linear)(const LinearArgs&, int first_row, int last_row, int first_panel, int last_panel);
-  void (*store_kv)(const AttentionArgs&, const Span&, std::int64_t token);
-  void (*attend)(const AttentionArgs&, const AttentionTile&, float* scratch);
+  Int8Kernels int8;
+  // By what the pool stores.
+  void (*store_kv[kStorages])(const AttentionArgs&, const Span&, std::int64_t token);
+  void (*attend[kStorages])(const AttentionArgs&, const AttentionTile&, float* scratch);
   std::size_t (*attend_scratch)(const AttentionArgs&, std::int64_t tokens);  // floats
   void (*rms_norm)(const float* x, const float* weight, float eps, float* y, int columns);
   void (*silu_mul)(const float* gate, const float* up, float* y, int columns);
@@ -98,6 +143,7 @@ extern const KernelSet kPortable;
 #ifdef KVFERRY_X86
 extern const KernelSet kAvx2;
 extern const KernelSet kAvx512;
+extern const Int8Kernels kInt8Avx512Vnni;  // all else as in kAvx512
 #endif
 
 // The widest set this CPU can run, unless `use` named another one.

@@ -2,6 +2,8 @@
 stands for "none". Every call releases the GIL and blocks until done. Shapes are the caller's duty."""
 
 PANEL: int
+GROUP: int
+"""Columns of an int8 weight, and of the activations it meets, that share a scale."""
 
 def available() -> list[str]:
     """Kernel sets this CPU can run, widest first."""
@@ -31,6 +33,26 @@ def linear(
 ) -> None:
     """y (+)= x W^T + bias."""
 
+def packed_int8_nbytes(outputs: int, columns: int) -> int: ...
+def pack_int8(values: int, scales: int, outputs: int, columns: int, packed: int, threads: int, /) -> None:
+    """values: int8 [outputs, columns]; scales: bfloat16 [outputs, ceil(columns / GROUP)]."""
+
+def linear_int8(
+    x: int,
+    x_stride: int,
+    rows: int,
+    columns: int,
+    packed: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    outputs: int,
+    add: bool,
+    threads: int,
+    /,
+) -> None:
+    """y (+)= x W^T + bias, where every GROUP columns of a row of x are rounded to int8 with a scale of their own."""
+
 def rms_norm(
     x: int, x_stride: int, weight: int, eps: float, y: int, rows: int, columns: int, threads: int, /
 ) -> None: ...
@@ -38,11 +60,14 @@ def silu_mul(both: int, y: int, rows: int, columns: int, threads: int, /) -> Non
     """both: [rows, 2 * columns], gate beside up."""
 
 class AttentionStep:
-    """One step of one layer group. spans: (row, start, length, lowest, number of blocks) of each sequence."""
+    """One step of one layer group. storage: float32, bfloat16 or int8, by which each row has a float behind it that
+    scales it; strides of the pool, and the layer's offset, in bytes. spans: (row, start, length, lowest, number of
+    blocks) of each sequence."""
 
     def __init__(
         self,
         pool: int,
+        storage: str,
         slot_stride: int,
         plane_stride: int,
         head_stride: int,

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "dispatch.h"
@@ -17,7 +18,17 @@ using namespace kvferry::native;
 
 namespace {
 
+constexpr const char* kStorageNames[kStorages] = {"float32", "bfloat16", "int8"};
+
 float* at(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
+std::int8_t* bytes_at(std::uintptr_t address) { return reinterpret_cast<std::int8_t*>(address); }
+
+// By torch's names. Raises ValueError.
+Storage storage_named(const std::string& name) {
+  for (int i = 0; i < kStorages; ++i)
+    if (name == kStorageNames[i]) return static_cast<Storage>(i);
+  throw std::invalid_argument("the kernels cannot read K and V stored as " + name);
+}
 
 // One step of one layer group: where its tokens go and what they attend to. Serves every layer of the group.
 class AttentionStep {
@@ -86,6 +97,23 @@ PYBIND11_MODULE(kernels, m) {
         linear({at(x), x_stride, nullptr, 0, at(packed), at(bias), at(y), y_stride, columns, outputs, add}, rows, threads);
       },
       unlocked);
+  m.attr("GROUP") = kGroup;
+  m.def("packed_int8_nbytes", &packed_int8_nbytes, py::arg("outputs"), py::arg("columns"));
+  m.def(
+      "pack_int8",
+      [](Address values, Address scales, std::int64_t outputs, std::int64_t columns, Address packed, int threads) {
+        pack_int8(bytes_at(values), reinterpret_cast<const std::uint16_t*>(scales), outputs, columns, bytes_at(packed),
+                  threads);
+      },
+      unlocked);
+  m.def(
+      "linear_int8",
+      [](Address x, Stride x_stride, int rows, int columns, Address packed, Address bias, Address y, Stride y_stride,
+         int outputs, bool add, int threads) {
+        linear_int8({at(x), x_stride, nullptr, bytes_at(packed), at(bias), at(y), y_stride, rows, columns, outputs, add},
+                    threads);
+      },
+      unlocked);
   m.def(
       "rms_norm",
       [](Address x, Stride x_stride, Address weight, float eps, Address y, int rows, int columns, int threads) {
@@ -99,11 +127,11 @@ PYBIND11_MODULE(kernels, m) {
       },
       unlocked);
   py::class_<AttentionStep>(m, "AttentionStep")
-      .def(py::init([](Address pool, Stride slot, Stride plane, Stride head, Stride token, int tokens_per_block,
+      .def(py::init([](Address pool, const std::string& storage, Stride slot, Stride plane, Stride head, Stride token, int tokens_per_block,
                        int window, std::vector<std::int64_t> blocks,
                        const std::vector<std::array<std::int64_t, 5>>& spans) {
         return std::make_unique<AttentionStep>(
-            PoolView{at(pool), slot, plane, head, token, tokens_per_block, window}, std::move(blocks), spans);
+            PoolView{reinterpret_cast<std::byte*>(pool), storage_named(storage), slot, plane, head, token, tokens_per_block, window}, std::move(blocks), spans);
       }))
       .def(
           "attend",

@@ -30,6 +30,35 @@ inline Vec load_part(const float* p, int n) {
 
 inline void store_part(float* p, Vec v, int n) { std::memcpy(p, &v, n * sizeof(float)); }
 
+// Storage types beside float; arithmetic is in float.
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+inline Vec load(const BFloat16* p) {
+  using Half = std::uint16_t __attribute__((vector_size(kLanes * 2)));
+  Half half;
+  std::memcpy(&half, p, sizeof half);
+  const IntVec bits = __builtin_convertvector(half, IntVec) << 16;
+  Vec v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+inline Vec load(const std::int8_t* p) {
+  using Bytes = std::int8_t __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+}
+
+template <class T>
+inline Vec load_part(const T* p, int n) {
+  T whole[kLanes] = {};
+  std::memcpy(whole, p, n * sizeof(T));
+  return load(whole);
+}
+
 // Spelled out: from anything shorter the compiler makes more than one instruction.
 inline Vec broadcast(float x) {
 #if KVFERRY_LANES == 16

@@ -80,6 +80,15 @@ def test_impossible_pairs_name_the_setting(flags: dict[str, Any], field: str) ->
     assert caught.value.field == field
 
 
+def test_caches_of_two_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="KV dtype is int8 on prefill workers and bf16 on decode workers") as caught:
+        _plan(kv_cache__dtype="int8", decode__kv_cache__dtype="bf16")
+    assert caught.value.field == "kv_cache.dtype"
+    plans = _plan(kv_cache__dtype="int8", decode__engine__precision="int8")
+    assert [plan.config.kv_cache.dtype for plan in plans] == ["int8", "int8"]
+    assert [plan.config.engine.precision for plan in plans] == ["fp32", "int8"]
+
+
 def test_overrides_that_keep_roles_apart_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"V1.*V2|V2.*V1"):
         _plan(decode__kv_cache__manager="V1")

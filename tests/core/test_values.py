@@ -36,6 +36,13 @@ def test_slot_sizes_of_smollm2() -> None:
     assert [SMOLLM2.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
+def test_int8_rows_carry_their_scale_and_states_do_not() -> None:
+    rows = dataclasses.replace(SMOLLM2, dtype=DType.INT8)
+    assert (rows.row_nbytes, rows.token_nbytes, rows.slot_nbytes) == (68, 30 * 2 * 3 * 68, 16 * 30 * 2 * 3 * 68)
+    assert dataclasses.replace(rows, kind=GroupKind.SSM).row_nbytes == 64
+    assert dataclasses.replace(SMOLLM2, dtype=DType.BFLOAT16).row_nbytes == 128
+
+
 @pytest.mark.parametrize(
     "change",
     [

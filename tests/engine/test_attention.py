@@ -13,6 +13,7 @@ import torch
 from kvferry.core import AxisOrder, DType, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention, decode_batches
 from kvferry.engine.kernels import Kernels
+from kvferry.engine.kv_rows import decode_rows, encode_rows
 from kvferry.engine.operators import operators_for
 from kvferry.engine.spans import AttentionChunk
 from kvferry.kvcache import KVPool
@@ -29,7 +30,7 @@ def nan_pool(layout: KVLayout, num_blocks: int = BLOCKS) -> KVPool:
     inner = (layout.kv_heads, layout.tokens_per_block)
     if layout.axis_order is AxisOrder.TOKEN_HEAD:
         inner = inner[::-1]
-    shape = (num_blocks, len(layout.layers), 2, *inner, layout.head_dim)
+    shape = (num_blocks, len(layout.layers), 2, *inner, layout.row_nbytes // layout.dtype.nbytes)
     view = buffer.view(getattr(torch, layout.dtype.value)).view(shape)
     return KVPool(layout, num_blocks, buffer, view, torch.zeros(num_blocks, dtype=torch.int64))
 
@@ -80,8 +81,9 @@ class Scene:
     def expected(self, sequence: int, layer: int, start: int, stop: int) -> torch.Tensor:
         """By the textbook, over the tokens as the pool's type keeps them."""
         q, k, v = self.qkv[sequence][layer, :stop].split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        stored = self.pool.view.dtype
-        k, v = (x.to(stored).float().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+        stored = self.pool.layout.dtype
+        k, v = (decode_rows(encode_rows(x, stored), stored, torch.float32) for x in (k, v))
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[start:], k) * SCALE
         distance = torch.arange(start, stop).view(-1, 1) - torch.arange(stop)
         window = self.pool.layout.window or stop + 1
@@ -153,9 +155,10 @@ def test_stale_positions_of_a_window_may_hold_anything(order: AxisOrder, window:
     scene.check([(sequence, length - 1, length) for sequence, length in enumerate(lengths)], drop=True)
 
 
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-def test_lower_precision_pools(dtype: DType) -> None:
-    scene = Scene(nan_pool(layout_of(dtype=dtype)), [20, 13])
+@ORDERS
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16, DType.INT8])
+def test_lower_precision_pools(order: AxisOrder, dtype: DType) -> None:
+    scene = Scene(nan_pool(layout_of(order, dtype=dtype)), [20, 13])
     scene.check([(0, 0, 12), (1, 0, 12)])
     scene.check([(0, 12, 20), (1, 12, 13)])
 

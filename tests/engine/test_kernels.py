@@ -58,6 +58,17 @@ def test_an_unknown_name_lists_the_choices() -> None:
     assert caught.value.field == "engine.kernels"
 
 
+@pytest.mark.parametrize("kernels", [Kernels.NATIVE, Kernels.TORCH])
+def test_routers_are_not_rounded(kernels: Kernels) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 64, generator=generator), torch.randn(3, 64, generator=generator)
+    expected = x @ weight.t()
+    rounded, exact = operators_for("cpu", "int8", kernels), operators_for("cpu", "fp32", kernels)
+    torch.testing.assert_close(rounded.exact_linear(weight)(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exact.exact_linear(weight)(x), expected, rtol=1e-5, atol=1e-5)
+    assert float((rounded.linear(weight)(x) - expected).abs().max()) > 1e-3
+
+
 def test_an_unknown_precision_is_refused_by_the_settings() -> None:
     with pytest.raises(ConfigError, match=r"engine\.precision must be one of .*fp32, got 'fp12'"):
         EngineSettings(precision="fp12")

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from kvferry.core import ConfigError
+from kvferry.engine.int8 import TorchInt8Linear
 from kvferry.engine.kernels import Kernels
-from kvferry.engine.linear import OneDNNLinear, linear_factory
-from kvferry.engine.native_operators import NativeLinear
+from kvferry.engine.linear import PRECISIONS, OneDNNLinear, linear_factory
+from kvferry.engine.native_operators import NativeInt8Linear, NativeLinear
+from kvferry.engine.settings import EngineSettings
 from kvferry.models import PlainLinear
 
 BOTH = pytest.mark.parametrize("kernels", [Kernels.NATIVE, Kernels.TORCH], ids=lambda kernels: kernels.value)
@@ -71,3 +73,26 @@ def test_an_unknown_precision_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown precision 'fp12'.*known: .*fp32") as caught:
         linear_factory("cpu", "fp12")
     assert caught.value.field == "engine.precision"
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), ("cuda", "int8"), ("meta", "int8")])
+def test_a_precision_of_the_other_kind_of_device_is_refused(device: str, precision: str) -> None:
+    for make in (lambda: linear_factory(device, precision), lambda: EngineSettings(device=device, precision=precision)):
+        with pytest.raises(ConfigError, match=f"precision {precision} is for .* engine.device is {device}") as caught:
+            make()
+        assert caught.value.field == "engine.precision"
+
+
+@pytest.mark.parametrize(("kernels", "kind"), [(Kernels.NATIVE, NativeInt8Linear), (Kernels.TORCH, TorchInt8Linear)])
+def test_int8_by_setting(kernels: Kernels, kind: type) -> None:
+    weight = torch.randn(64, 64)
+    gone = weakref.ref(weight)
+    assert isinstance(linear_factory("cpu", "int8", kernels)(weight), kind)
+    del weight
+    gc.collect()
+    assert gone() is None
+
+
+def test_bf16_keeps_the_weight_as_it_is() -> None:
+    assert isinstance(linear_factory("meta", "bf16")(torch.empty(4, 4, device="meta")), PlainLinear)
+    assert PRECISIONS.get("bf16").dtype is torch.bfloat16
