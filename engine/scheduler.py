@@ -273,4 +273,5 @@ class BatchScheduler(ABC, Generic[L]):
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         sequence.drop_cache()
+        self._blocked_at_free = None  # it may have had what was lacking: a state, while others went on taking blocks
         self._emit(sequence.key, event)
