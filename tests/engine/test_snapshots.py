@@ -125,7 +125,8 @@ def test_more_requests_than_states_take_turns(version: str) -> None:
 def test_a_state_that_became_free_is_given_on_though_fewer_blocks_are_free_than_before(version: str) -> None:
     bench = make_bench(blocks=32, version=version, states=True)  # two states
     long, short, waiting = (bench.add([p] * 6, count=count) for p, count in ((1, 60), (2, 30), (3, 2)))
-    while bench.scheduler.step() and short.key in bench.events and not bench.finish(short.key):
+    while short.key not in bench.events or not bench.finish(short.key):
+        bench.scheduler.step()
         assert waiting.cache is None
     for _ in range(3):
         bench.scheduler.step()
