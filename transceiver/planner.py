@@ -97,9 +97,9 @@ def plan_transfer(
 
 
 def arrives_in_part(plan: TransferPlan, destination: RankInfo, tokens: TokenRange) -> bool:
-    """Whether, of the `tokens` asked for, a block of the destination is filled from its middle on only: the source has smaller blocks, and gave up
-    those that a sliding window had passed. No token of this request looks there; one of another request, which goes on
-    from an earlier position, would."""
+    """Whether, of the `tokens` asked for, a block of the destination is filled from its middle on only: the source has
+    smaller blocks, and gave up those that a sliding window had passed. No token of this request looks there; one of
+    another request, which goes on from an earlier position, would."""
     layouts = [destination.layouts[span.share.destination_group] for span in plan.spans]
     return any(
         span.tokens.start > tokens.start and span.tokens.start % layout.tokens_per_block and not layout.kind.is_state
