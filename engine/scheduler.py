@@ -99,7 +99,8 @@ class BatchScheduler(ABC, Generic[L]):
             return True
         self._budget.observe(sum(chunk.length for chunk in chunks), time.monotonic() - started)
         for chunk, choice in zip(chunks, sampled, strict=True):
-            self._take_snapshot(chunk.sequence)
+            if self._snapshots is not None and self._snapshots.due(chunk.cache.history, chunk.sequence.prompt_len):
+                self._take_snapshot(chunk.sequence)
             if choice is not None:
                 self._accept(chunk.sequence, choice)
             else:
@@ -216,11 +217,9 @@ class BatchScheduler(ABC, Generic[L]):
         ]
 
     def _take_snapshot(self, sequence: Sequence[L]) -> None:
-        """Of the state that the step, or a load, left behind, where one is due there and others may have it."""
-        rule, cache = self._snapshots, sequence.cache
-        if rule is None or cache is None or cache.committed < cache.history:
-            return
-        if rule.due(cache.history, sequence.prompt_len):
+        """Of the state that its history ends with, where others can find it: at the end of a block."""
+        cache = sequence.cache
+        if self._snapshots is not None and cache is not None and cache.committed == cache.history > 0:
             cache.snapshot()
 
     def _make_room(self, sequence: Sequence[L], length: int) -> bool:
@@ -276,4 +275,5 @@ class BatchScheduler(ABC, Generic[L]):
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         sequence.drop_cache()
+        self._blocked_at_free = None  # it may have had what was lacking: a state, while others went on taking blocks
         self._emit(sequence.key, event)

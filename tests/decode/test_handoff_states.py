@@ -36,9 +36,9 @@ def test_decode_goes_on_from_the_loaded_state(version: str, length: int) -> None
 
 
 def test_decode_keeps_the_state_that_a_prompt_of_whole_blocks_ends_with() -> None:
-    pair = Pair(states=True)
-    prompt = [3] * (2 * BLOCK)
-    assert answer(pair, prompt)[1] == 2 * BLOCK * LAYOUT.token_nbytes + STATE.slot_nbytes
+    pair = Pair(states=True, snapshot_tokens=100)
+    prompt = [3] * (3 * BLOCK)
+    assert answer(pair, prompt)[1] == 3 * BLOCK * LAYOUT.token_nbytes + STATE.slot_nbytes
     tokens, nbytes = answer(pair, prompt)
     assert tokens == expected_output(prompt, 8)
     assert nbytes == 0

@@ -122,6 +122,21 @@ def test_more_requests_than_states_take_turns(version: str) -> None:
 
 
 @VERSIONS
+def test_a_state_that_became_free_is_given_on_though_fewer_blocks_are_free_than_before(version: str) -> None:
+    bench = make_bench(blocks=32, version=version, states=True)  # two states
+    long, short, waiting = (bench.add([p] * 6, count=count) for p, count in ((1, 60), (2, 30), (3, 2)))
+    while short.key not in bench.events or not bench.finish(short.key):
+        bench.scheduler.step()
+        assert waiting.cache is None
+    for _ in range(3):
+        bench.scheduler.step()
+    assert bench.finish(waiting.key) is not None
+    assert bench.finish(long.key) is None, "it did not have to end first"
+    bench.run()
+    assert bench.output(long.key) == expected_output([1] * 6, 60)
+
+
+@VERSIONS
 @pytest.mark.parametrize("host_blocks", [0, 40])
 def test_who_must_make_way_ends_with_the_same_answer(version: str, host_blocks: int) -> None:
     """Suspended with its state where there is a tier below, else computed again."""
