@@ -12,7 +12,7 @@ from checkpoints import random_checkpoint
 from families import BLOCK, FAMILIES, LENGTHS, NEEDS_V2, WITHOUT_REUSE
 from reference_beams import transformers_beams
 
-from kvferry.core import SamplingParams
+from kvferry.core import ConfigError, SamplingParams
 from kvferry.engine import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
@@ -120,3 +120,11 @@ def test_beams_are_those_of_transformers(name: str, family_dir: Callable[[str], 
         expected = transformers_beams(model, prompt, 3, 12)
         assert [sequence.token_ids for sequence in completion.sequences] == [tokens for tokens, _ in expected]
         assert [s.score for s in completion.sequences] == pytest.approx([score for _, score in expected], abs=1e-4)
+
+
+def test_a_model_with_states_has_no_beams(family_dir: Callable[[str], Path]) -> None:
+    with LLM(family_dir("nemotron_h"), beam_width=2, kv_bytes=8 << 20, threads=1, tokens_per_block=BLOCK) as llm:
+        with pytest.raises(ConfigError, match="recurrent states") as caught:
+            llm.beam_search([{"prompt_token_ids": [3, 4, 5]}], 2, 4)
+        assert caught.value.field == "beam_width"
+        assert llm.manager.counts().free == llm.manager.counts().total

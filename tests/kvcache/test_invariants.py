@@ -17,12 +17,11 @@ class V1HostMachine(V1Machine):
 
 
 class V1ConnectorMachine(V1Machine):
+    """Little host memory, so that the store outside has what neither pools nor tier have."""
+
     external = True
-    debug = True
-
-
-class V1EverythingMachine(V1ConnectorMachine):
     host_blocks = 5
+    debug = True
 
 
 class V2Machine(ManagerMachine):
@@ -64,7 +63,6 @@ class V2WindowsOnlyMachine(ManagerMachine):
         V1Machine,
         V1HostMachine,
         V1ConnectorMachine,
-        V1EverythingMachine,
         V2Machine,
         V2PythonMachine,
         V2HostMachine,
