@@ -99,6 +99,13 @@ def test_a_pool_for_one_search_serves_many_one_after_another(llm: LLM, tiny_llam
     assert caught.value.field == "beam_width"
 
 
+def test_two_ranks_copy_the_same_blocks_and_find_the_same_beams(llm: LLM, tiny_llama_dir: Path) -> None:
+    alone = llm.beam_search(given(PROMPTS), 3, 12, ignore_eos=True)
+    with LLM(tiny_llama_dir, beam_width=3, kv_bytes=8 << 20, threads=1, tensor_parallel=2) as both:
+        found = both.beam_search(given(PROMPTS), 3, 12, ignore_eos=True)
+    assert [[s.token_ids for s in c.sequences] for c in found] == [[s.token_ids for s in c.sequences] for c in alone]
+
+
 def test_a_prompt_searched_before_is_found_in_the_cache(llm: LLM) -> None:
     prompt = [(13 * i) % 400 for i in range(64)]
     [first] = llm.beam_search(given([prompt]), 2, 8)
