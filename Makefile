@@ -82,7 +82,7 @@ test: setup
 	$(MAKE) --no-print-directory pytest
 
 fuzz: setup
-	$(BIN)/pytest tests/kvcache --hypothesis-profile=fuzz --timeout=0 -k 'invariants or same_decisions'
+	$(BIN)/pytest tests/kvcache --hypothesis-profile=fuzz -k 'invariants or same_decisions'
 
 demo: setup
 	@$(BIN)/kvferry demo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group
@@ -12,7 +13,7 @@ from rich.text import Text
 from kvferry.cli.options import Endpoint, Json, StateDir, find_endpoint
 from kvferry.cli.output import print_json, refusals
 from kvferry.cluster.admin_client import AdminClient, StatusResponse, WorkerStatus
-from kvferry.core import codec
+from kvferry.core import cache_codec, codec
 from kvferry.resolution import resolution_dict
 
 _UNBROKEN = 100_000
@@ -67,6 +68,8 @@ def _worker_dict(worker: WorkerStatus) -> dict[str, Any]:
             "quarantined": blocks.quarantined,
         },
         "requests": dict(worker.requests),
+        "cache": asdict(cache_codec.statistics_from_wire(worker.cache)),
+        "tiers": [asdict(cache_codec.tier_from_wire(tier)) for tier in worker.tiers],
         "model": worker.model,
         "kv_cache_core": worker.kv_cache_core,
         "max_batch": worker.max_batch,

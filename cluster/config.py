@@ -84,6 +84,16 @@ class KVCacheConfig(Section):
         default="fp32", description="what K and V are kept in; int8: with a scale per token and head"
     )
     tokens_per_block: int = Field(default=16, ge=1, le=1024, description="tokens of one KV block")
+    debug: bool = Field(
+        default=False,
+        description="slow: fresh blocks hold NaN, guard pages, an idle worker checks its books",
+    )
+    event_capacity: int = Field(default=8192, ge=0, description="KV events kept for readers that are behind; 0: none")
+    typical_tokens: int | None = Field(
+        default=4096,
+        ge=1,
+        description="length of a typical request, by which V2 gives windows less memory; null: equal block counts",
+    )
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")
     min_partial_tokens: int = Field(
         default=0, ge=0, description="V2 copies a cached block that shares this many tokens; 0: whole blocks only"

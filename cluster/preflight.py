@@ -42,6 +42,7 @@ def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings
         snapshot_tokens=cache.snapshot_tokens,
         tensor_parallel=engine.tensor_parallel,
         pipeline_parallel=engine.pipeline_parallel,
+        check_cache=cache.debug,
     )
 
 

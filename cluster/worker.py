@@ -122,12 +122,16 @@ def _load_rest(
         prefix_reuse=reuse,
         device=device if runner.leader is None else rank_device(runner.settings, 0),
         core=cache.core,
+        debug=cache.debug,
         host_bytes=cache.host_bytes,
         disk_bytes=cache.disk_bytes,
         disk_dir=Path(cache.disk_dir) / fingerprint / spec.name if cache.disk_dir else None,
         connector=connector,
         allocate=memory.allocate if memory is not None else None,
         page_log=runner.page_log,
+        event_capacity=cache.event_capacity,
+        typical_tokens=cache.typical_tokens,
+        step_tokens=runner.settings.step_token_budget,
     )
     tokenizer = Tokenizer.load(model_dir)
     return LoadedWorker(spec, resolution, runner, manager, memory, tokenizer, fingerprint)
@@ -167,7 +171,7 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     source = StatusSource(_identity(loaded, endpoint, incarnation, facts), worker, peers)
     try:
         worker.add_to(server)
-        add_worker_service(server, source)
+        add_worker_service(server, source, loaded.manager.events)
         if transceiver is not None:
             add_transceiver_service(server, transceiver)
         await server.start()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 
-from kvferry.core import BlockCounts, Resolution, Role, codec
+from kvferry.cluster.kv_event_stream import event_batches
+from kvferry.core import BlockCounts, CacheStatistics, Resolution, Role, TierCounts, cache_codec, codec
+from kvferry.kvcache import KVEventLog
 from kvferry.proto import admin_pb2, worker_pb2, worker_pb2_grpc
 
 # A heartbeat must not wait for a long step: the router would take a busy worker for a lost one.
@@ -23,6 +27,10 @@ class HostState(Protocol):
     def blocks(self) -> BlockCounts: ...
     @property
     def requests(self) -> dict[str, int]: ...
+    @property
+    def cache(self) -> CacheStatistics: ...
+    @property
+    def tiers(self) -> tuple[TierCounts, ...]: ...
     @property
     def healthy(self) -> bool: ...
     @property
@@ -104,6 +112,8 @@ class StatusSource:
             resolution=codec.resolution_to_wire(identity.resolution),
             blocks=codec.blocks_to_wire(engine.blocks),
             requests=engine.requests,
+            cache=cache_codec.statistics_to_wire(engine.cache),
+            tiers=[cache_codec.tier_to_wire(tier) for tier in engine.tiers],
             model=identity.model,
             kv_cache_core=identity.kv_cache_core,
             max_batch=identity.max_batch,
@@ -144,13 +154,27 @@ class StatusSource:
         return "draining" if self._draining else "ready"
 
 
-def add_worker_service(server: grpc.aio.Server, source: StatusSource) -> None:
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(source), server)
+def add_worker_service(server: grpc.aio.Server, source: StatusSource, events: KVEventLog | None) -> None:
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(source, events), server)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, source: StatusSource) -> None:
+    def __init__(self, source: StatusSource, events: KVEventLog | None) -> None:
         self._source = source
+        self._events = events
+
+    async def KVEvents(  # noqa: N802 - the name of the RPC
+        self, request: worker_pb2.KVEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.KVEventBatch]:
+        if self._events is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this worker keeps no KV events: set kv_cache.event_capacity"
+            )
+            return
+        async with aclosing(event_batches(self._events, request.stream, request.after)) as batches:
+            async for batch in batches:
+                for message in cache_codec.events_to_wire(batch):
+                    yield message
 
     async def Describe(  # noqa: N802 - the name of the RPC
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -1,5 +1,6 @@
 """Shared nouns. No torch, no RPC, no clocks."""
 
+from kvferry.core.cache_statistics import CacheStatistics, TierCounts
 from kvferry.core.errors import (
     CheckpointError,
     ConfigError,
@@ -68,6 +69,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "BlockTable",
+    "CacheStatistics",
     "CheckpointError",
     "ConfigError",
     "DType",
@@ -102,6 +104,7 @@ __all__ = [
     "SamplingParams",
     "Source",
     "Tier",
+    "TierCounts",
     "Timings",
     "TokenLogprob",
     "TokenRange",

@@ -23,7 +23,7 @@ from kvferry.engine.runner import ModelRunner
 from kvferry.engine.sampler import Sampled
 from kvferry.engine.scheduler import BatchScheduler, Emit
 from kvferry.engine.sequence import Sequence
-from kvferry.kvcache import BlockHold, KVCacheManager, OutOfBlocksError
+from kvferry.kvcache import BlockHold, CacheLostError, KVCacheManager, OutOfBlocksError
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         else:
             # What is loaded starts at a block: copying a part of one first would save little. Without its first output
             # token, all that is known of a sequence may be found here.
-            cache = self._open_cache(sequence, 0, 1 if arrival.whole else 0)
+            cache = self._open_cache(sequence, 0, 1 if arrival.whole else 0, loads=True)
         if cache is None:
             return False
         sequence.attach(cache)
@@ -211,12 +211,17 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         assert sequence.cache is not None
         # As for a newcomer: a block for each running sequence to grow into, or it would be suspended again at once.
         room = len(sequence.tokens) + self._admitted * self.runner.settings.tokens_per_block
-        if self._admitted and not self.manager.can_reserve(room):
+        if self._admitted and not self.manager.can_reserve(room, ahead=self._settings.step_token_budget):
             return False
         try:
             sequence.cache.resume(sequence.tokens)
         except OutOfBlocksError:
             return False
+        except CacheLostError as error:
+            logger.warning("%s", error, extra={"request_id": sequence.request.request_id})
+            sequence.drop_cache()
+            sequence.leg.to(DecodeLeg.QUEUED)
+            return self._start(sequence)
         sequence.leg.to(DecodeLeg.PREFILLING if sequence.uncomputed > 1 else DecodeLeg.RUNNING)
         self._running.append(sequence)
         return True
@@ -308,10 +313,7 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         sequence.transferred_bytes += arrival.nbytes
         if arrival.in_part:
             sequence.cache.keep_private()
-        # What a window had dropped at the source did not come. An advance keeps blocks that it made stale for the
-        # commit to publish; the second one lets go of them before that.
-        for _ in range(2):
-            sequence.cache.advance(len(sequence.tokens) - 1)
+        sequence.cache.advance(len(sequence.tokens) - 1)
         sequence.cache.commit(sequence.tokens)
         self._take_snapshot(sequence)
         sequence.mark("loaded")

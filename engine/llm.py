@@ -88,10 +88,11 @@ class LLM:
 
     model: a known name, a Hugging Face directory or a GGUF file. manager: auto, V1 or V2. kv_bytes: the size of the
     KV pools, of all ranks together. kv_core: cpp or python, who keeps V2's books. kv_host_bytes: the size of the host
-    tier. prefix_reuse: None is what suits the model. beam_width: above 1, the engine gets a manager that serves
-    `beam_search`. kv_connector, kv_connector_address: an external KV store and where it is. settings: fields of
-    `EngineSettings`; of several ranks the others are processes of their own, until `close`. Raises ConfigError naming a
-    setting. Not thread-safe.
+    tier; kv_disk_bytes and kv_disk_dir: of V2's tier below it. kv_typical_tokens: see `CacheOptions`. prefix_reuse:
+    None is what suits the model. beam_width: above 1, the engine gets a manager that serves `beam_search`.
+    kv_connector, kv_connector_address: an external KV store and where it is. settings: fields of `EngineSettings`; of
+    several ranks the others are processes of their own, until `close`. Raises ConfigError naming a setting. Not
+    thread-safe.
     """
 
     def __init__(
@@ -102,6 +103,9 @@ class LLM:
         kv_bytes: int = DEFAULT_KV_BYTES,
         kv_core: str = "cpp",
         kv_host_bytes: int = 0,
+        kv_disk_bytes: int = 0,
+        kv_disk_dir: Path | None = None,
+        kv_typical_tokens: int | None = None,
         prefix_reuse: bool | None = None,
         beam_width: int = 1,
         kv_connector: str | None = None,
@@ -115,7 +119,16 @@ class LLM:
         reuse = prefix_reuse_enabled(read_config(model_dir), self.resolution.manager, prefix_reuse)
         try:
             connector = self._open_connector(kv_connector, kv_connector_address, model_dir)
-            self.manager = self._manager(kv_bytes, reuse, kv_core, kv_host_bytes, connector)
+            self.manager = self._manager(
+                kv_bytes,
+                prefix_reuse=reuse,
+                core=kv_core,
+                host_bytes=kv_host_bytes,
+                disk_bytes=kv_disk_bytes,
+                disk_dir=kv_disk_dir,
+                connector=connector,
+                typical_tokens=kv_typical_tokens,
+            )
         except BaseException:
             self._runner.close()
             raise
@@ -128,19 +141,15 @@ class LLM:
         precision = self._runner.settings.precision
         return open_connector(name, address, self._runner.layouts, model_fingerprint(model_dir), precision)
 
-    def _manager(
-        self, kv_bytes: int, prefix_reuse: bool, kv_core: str, kv_host_bytes: int, connector: KVConnector | None
-    ) -> KVCacheManager:
-        """Of the pools of every rank."""
+    def _manager(self, kv_bytes: int, **options: Any) -> KVCacheManager:
+        """Of the pools of every rank. options: see `create_manager`."""
         manager = create_manager(
             self.resolution.manager,
             self._runner.layouts,
             self._runner.pool_nbytes(kv_bytes),
-            prefix_reuse=prefix_reuse,
-            core=kv_core,
-            host_bytes=kv_host_bytes,
-            connector=connector,
             page_log=self._runner.page_log,
+            step_tokens=self._runner.settings.step_token_budget,
+            **options,
         )
         self._runner.open_pools(manager.pools)
         return manager

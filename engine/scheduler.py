@@ -88,6 +88,8 @@ class BatchScheduler(ABC, Generic[L]):
         self._admit()
         chunks = self._make_chunks()
         if not chunks:
+            if self._settings.check_cache:
+                self.manager.check_integrity()
             return False
         started = time.monotonic()
         try:
@@ -164,9 +166,11 @@ class BatchScheduler(ABC, Generic[L]):
     def _admit(self) -> None:
         while self._waiting and self._admitted < self._settings.max_batch:
             # Opening a cache is not free: try again only when more blocks are free than when it last failed.
-            if self._blocked_at_free is not None and self.manager.counts().free <= self._blocked_at_free:
+            if self._blocked_at_free is not None and self._free_nbytes() <= self._blocked_at_free:
                 return
             self._blocked_at_free = None
+            if self._running and not self._prefetched(self._waiting[0]):
+                return
             sequence = self._waiting.popleft()
             try:
                 admitted = self._start(sequence)
@@ -175,16 +179,29 @@ class BatchScheduler(ABC, Generic[L]):
                 continue
             if not admitted:
                 self._waiting.appendleft(sequence)
-                self._blocked_at_free = self.manager.counts().free
+                self._blocked_at_free = self._free_nbytes()
                 return
 
-    def _open_cache(self, sequence: Sequence[L], min_partial: int, uncomputed: int = 1) -> KVCache | None:
+    def _free_nbytes(self) -> int:
+        """Not blocks: where layer groups share memory, how many blocks there are changes with who has it."""
+        groups = zip(self.manager.group_counts(), self.manager.pools, strict=True)
+        return sum(counts.free * pool.layout.slot_nbytes for counts, pool in groups)
+
+    def _prefetched(self, sequence: Sequence[L]) -> bool:
+        """Whether its prefix need not be waited for: reading it from disk must not hold up those that run."""
+        return sequence.cache is not None or self.manager.prefetch(sequence.request.scope, sequence.tokens)
+
+    def _open_cache(
+        self, sequence: Sequence[L], min_partial: int, uncomputed: int = 1, *, loads: bool = False
+    ) -> KVCache | None:
         """A cache with room for every token so far; None when there are too few free blocks. min_partial: see
-        `KVCacheManager.open`. uncomputed: how many tokens are not to be found in it, whatever is cached."""
+        `KVCacheManager.open`. uncomputed: how many tokens are not to be found in it, whatever is cached. loads: whether
+        the others come from elsewhere, so that a window needs room for what the last token looks at only."""
         tokens, scope = sequence.tokens, sequence.request.scope
+        loaded = len(tokens) - uncomputed if loads else 0
         cache = self.manager.open(scope, tokens, max_reuse=len(tokens) - uncomputed, min_partial=min_partial)
         try:
-            cache.reserve(len(tokens))
+            cache.reserve(len(tokens), loaded=loaded, ahead=self._settings.step_token_budget)
         except OutOfBlocksError:
             cache.close()
             return None

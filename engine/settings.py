@@ -24,7 +24,8 @@ class EngineSettings:
     shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
     max_queued: requests waiting for a place before new ones are refused. min_partial_tokens: from how many tokens on
     the beginning of a cached block is reused by copy (0: whole blocks only). snapshot_tokens: how far apart the states
-    of models that have some are kept for reuse, in tokens, where the manager can.
+    of models that have some are kept for reuse, in tokens, where the manager can. check_cache: whenever there is
+    nothing to compute the KV cache's books and guards are checked; a fault ends the engine.
     """
 
     device: str = "cpu"
@@ -42,6 +43,7 @@ class EngineSettings:
     snapshot_tokens: int = 256
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    check_cache: bool = False
 
     @property
     def ranks(self) -> int:

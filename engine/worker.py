@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import grpc
 
-from kvferry.core import BlockCounts, InternalError, KVFerryError, UnavailableError, codec
+from kvferry.core import BlockCounts, CacheStatistics, InternalError, KVFerryError, TierCounts, UnavailableError, codec
 from kvferry.engine.scheduler import BatchScheduler
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.thread import EngineThread, EventStream
@@ -27,6 +27,8 @@ class EngineState:
     requests: dict[str, int]
     healthy: bool
     reason: str = ""
+    cache: CacheStatistics = field(default_factory=CacheStatistics)
+    tiers: tuple[TierCounts, ...] = ()
 
 
 class EngineHost:
@@ -53,13 +55,20 @@ class EngineHost:
         if scheduler is None:
             return self._last_state
         if not self.thread.alive:
-            return EngineState(self._last_state.blocks, self._last_state.requests, False, "the engine thread died")
+            return replace(self._last_state, healthy=False, reason="the engine thread died")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[EngineState] = loop.create_future()
 
         def ask() -> None:
-            problem = scheduler.problem
-            state = EngineState(scheduler.manager.counts(), scheduler.counts(), not problem, problem)
+            problem, manager = scheduler.problem, scheduler.manager
+            state = EngineState(
+                manager.counts(),
+                scheduler.counts(),
+                not problem,
+                problem,
+                manager.statistics(),
+                manager.tier_counts(),
+            )
             loop.call_soon_threadsafe(_answer, answer, state)
 
         self.thread.post(ask)

@@ -2,14 +2,13 @@
 
 from kvferry.kvcache.base import (
     BlockHold,
+    CacheLostError,
     CacheStateError,
-    CacheStatistics,
     ForkableCache,
     KVCache,
     KVCacheManager,
     KVPool,
     OutOfBlocksError,
-    TierCounts,
 )
 from kvferry.kvcache.connector import ConnectorBuilder, ConnectorParts, KVConnector
 from kvferry.kvcache.events import KVEventLog
@@ -20,9 +19,9 @@ from kvferry.kvcache.page_log import LoggedChange, PageChange, PageLog, repeat_c
 __all__ = [
     "MANAGERS",
     "BlockHold",
+    "CacheLostError",
     "CacheOptions",
     "CacheStateError",
-    "CacheStatistics",
     "ConnectorBuilder",
     "ConnectorParts",
     "ForkableCache",
@@ -36,7 +35,6 @@ __all__ = [
     "OutOfBlocksError",
     "PageChange",
     "PageLog",
-    "TierCounts",
     "create_manager",
     "repeat_changes",
 ]

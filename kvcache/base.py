@@ -15,7 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.core import BlockCounts, BlockTable, KVFerryError, KVLayout, MemRegion, OverloadedError
+from kvferry.core import (
+    BlockCounts,
+    BlockTable,
+    CacheStatistics,
+    KVFerryError,
+    KVLayout,
+    MemRegion,
+    OverloadedError,
+    TierCounts,
+)
 from kvferry.kvcache.events import KVEventLog
 
 
@@ -27,6 +36,10 @@ class CacheStateError(KVFerryError):
     """Our bug: a cache was used against its contract (after close, below its history). Nothing was changed."""
 
 
+class CacheLostError(KVFerryError):
+    """The bytes of a suspended cache did not come back whole from disk. Close it, and compute its tokens again."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVPool:
     """The memory of one layer group.
@@ -34,7 +47,7 @@ class KVPool:
     buffer: uint8, [num_blocks * layout.slot_nbytes], contiguous.
     view: the same memory typed, [block, layer, plane, head, token, dim] (token before head in TOKEN_HEAD order).
     generations: int64 [num_blocks], in host memory; a block's entry is raised before its first overwrite by a
-    new owner. Both start on a page boundary.
+    new owner. Both start on a page boundary. guards: in debug mode, the pages before and behind `buffer`.
     """
 
     layout: KVLayout
@@ -42,6 +55,7 @@ class KVPool:
     buffer: torch.Tensor
     view: torch.Tensor
     generations: torch.Tensor
+    guards: tuple[torch.Tensor, ...] = ()
 
     @property
     def region(self) -> MemRegion:
@@ -50,42 +64,6 @@ class KVPool:
     @property
     def generation_region(self) -> MemRegion:
         return _region(self.generations)
-
-
-@dataclass(frozen=True, slots=True)
-class TierCounts:
-    """Slots of a tier, all layer groups together. kept: reusable prefixes; parked: suspended caches."""
-
-    tier: str
-    total: int
-    free: int
-    kept: int
-    parked: int
-
-
-@dataclass(slots=True)
-class CacheStatistics:
-    """Counted since the manager was made, for metrics.
-
-    prompt_tokens: given to `open`; reused_tokens: found of them, and restored_tokens: those of the found ones that were
-    brought up from a tier below, loaded_tokens: by a connector. refused_reservations: for want of pages.
-    suspensions and resumptions: that succeeded. connector_failures: calls to it that raised.
-    """
-
-    opened: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    restored_tokens: int = 0
-    loaded_tokens: int = 0
-    refused_reservations: int = 0
-    suspensions: int = 0
-    resumptions: int = 0
-    connector_failures: int = 0
-
-    def opened_one(self, prompt_tokens: int, reused_tokens: int) -> None:
-        self.opened += 1
-        self.prompt_tokens += prompt_tokens
-        self.reused_tokens += reused_tokens
 
 
 def _region(tensor: torch.Tensor) -> MemRegion:
@@ -129,8 +107,12 @@ class KVCache(ABC):
         the last whole block)."""
 
     @abstractmethod
-    def reserve(self, capacity: int) -> None:
-        """Raises capacity to at least `capacity` tokens. Atomic: OutOfBlocksError leaves everything as it was."""
+    def reserve(self, capacity: int, *, loaded: int = 0, ahead: int | None = None) -> None:
+        """Raises capacity to at least `capacity` tokens. Atomic: OutOfBlocksError leaves everything as it was.
+
+        loaded: history will next rise to at least this, by a transfer; a window gets no page for what is stale then.
+        ahead: a window gets pages for this many tokens from there on only; ask again before each step (None: for all).
+        """
 
     @abstractmethod
     def advance(self, history: int) -> None:
@@ -180,14 +162,15 @@ class KVCache(ABC):
 
     @abstractmethod
     def suspend(self) -> bool:
-        """Moves the bytes of history to a tier below and gives every page back; capacity falls to history.
+        """Moves the bytes of history to a tier below and gives every page back; capacity falls to history. Not while
+        tokens are being loaded (CacheStateError).
 
         False, with nothing changed, when there is no tier or too little room in it."""
 
     @abstractmethod
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Undoes `suspend`; `token_ids` are the sequence's, from position 0. Atomic: OutOfBlocksError leaves it
-        suspended."""
+        """Undoes `suspend`; `token_ids` are the sequence's, from position 0. Atomic: OutOfBlocksError and
+        CacheLostError leave it suspended."""
 
     @abstractmethod
     def close(self) -> None:
@@ -236,15 +219,26 @@ class KVCacheManager(ABC):
         reuses these tokens too; history then ends within a block that is not committed yet."""
 
     @abstractmethod
-    def can_reserve(self, tokens: int) -> bool:
-        """Whether a fresh cache without any reuse could `reserve(tokens)` now, evicting cached prefixes."""
+    def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
+        """Starts reading what `open` would bring up from disk, on another thread; False while it is being read. `open`
+        does not depend on it: what was not read ahead is read then."""
+
+    @abstractmethod
+    def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:
+        """Whether a fresh cache without any reuse could `reserve(tokens, ahead=ahead)` now, evicting cached
+        prefixes."""
 
     @abstractmethod
     def max_tokens(self) -> int:
         """The longest capacity one request could ever get, with the pools to itself."""
 
     @abstractmethod
-    def counts(self) -> BlockCounts: ...
+    def counts(self) -> BlockCounts:
+        """Of all layer groups together. Where these share one buffer, total changes with who has which part of it."""
+
+    @abstractmethod
+    def group_counts(self) -> tuple[BlockCounts, ...]:
+        """One per layer group."""
 
     @abstractmethod
     def resize(self, nbytes: int) -> None:

@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.core import BlockTable
-from kvferry.kvcache.base import BlockHold, CacheStateError, CacheStatistics, OutOfBlocksError
+from kvferry.core import BlockTable, CacheStatistics
+from kvferry.kvcache.base import BlockHold, CacheStateError, OutOfBlocksError
 from kvferry.kvcache.core_v2 import CoreHold
 from kvferry.kvcache.holds import TableHold
-from kvferry.kvcache.host_tier import Parked
 from kvferry.kvcache.lengths import CacheState, TrackedCache
+from kvferry.kvcache.parked import Parked
+from kvferry.kvcache.shares import PoolShares
 from kvferry.kvcache.tiering import TieredBooks
 
 
@@ -20,6 +21,7 @@ class SharedV2:
     """What a manager and its caches share. reuse False: nothing is published, every cache starts empty."""
 
     books: TieredBooks
+    shares: PoolShares
     tokens_per_block: int
     reuse: bool
     caches: set[CacheV2] = field(default_factory=set)
@@ -48,7 +50,7 @@ class CacheV2(TrackedCache):
     def begin_block(self, tokens: array[int], least: int) -> None:
         """Right after opening: reuses what a published block has in common with `tokens`, which follow history."""
         self._reused += self._shared.books.begin_block(self._core, tokens, least)
-        self._history = self._capacity = self._reused
+        self._history = self._capacity = self._near = self._reused
         self._advanced(self._history)
 
     def _views(self) -> tuple[Sequence[int], ...]:
@@ -87,20 +89,22 @@ class CacheV2(TrackedCache):
         )
         return TableHold(tables, core)
 
-    def _grow(self, capacity: int) -> None:
-        blocks = self._blocks(capacity)
-        if blocks == self._blocks(self._capacity):
+    def _grow(self, capacity: int, near: int, loaded: int) -> None:
+        blocks, near_blocks = self._blocks(capacity), self._blocks(near)
+        if blocks == self._blocks(self._capacity) and near_blocks == self._blocks(self._near):
             return
-        shortage = self._core.shortage(blocks)
-        if shortage is not None:
+        shortage = self._core.shortage(blocks, near_blocks, loaded)
+        if shortage is not None and not self._shared.shares.relieve(self._core.needs(blocks, near_blocks, loaded)):
             raise self._out_of_blocks(*shortage)
-        self._shared.books.grow(self._core, blocks)
+        if loaded:
+            self._core.advance(loaded, loaded)  # a window starts where the loaded prefix needs it to
+        self._shared.books.grow(self._core, blocks, near_blocks)
 
     def _out_of_blocks(self, group: int, needed: int, available: int) -> OutOfBlocksError:
         pool = self._shared.books.pages.pools[group]
         return OutOfBlocksError(
             f"{needed} more KV blocks are needed in layer group {group} ({pool.layout.kind.value}), "
-            f"{available} of {pool.num_blocks} are free: wait, preempt, or raise kv_cache.bytes",
+            f"{available} are free: wait, preempt, or raise kv_cache.bytes",
             field="kv_cache.bytes",
         )
 
@@ -124,7 +128,7 @@ class CacheV2(TrackedCache):
         assert self._parked is not None
         books, tokens = self._shared.books, array("I", token_ids[: self._committed])
         core = books.ledger.open(self._scope, tokens, self._priority)
-        shortage = books.resume(self._parked, core, self._history, tokens)
+        shortage = books.resume(self._parked, core, self._history, tokens, self._shared.shares.relieve)
         if shortage is not None:
             raise self._out_of_blocks(*shortage)
         self._core, self._parked = core, None
@@ -145,6 +149,7 @@ class CacheV2(TrackedCache):
     def check_integrity(self) -> None:
         assert 0 <= self._committed <= self._history <= self._capacity
         if self._parked is None:
-            self._core.check_integrity(self._history, self._blocks(self._capacity))
+            history = max(self._history, self._loaded)
+            self._core.check_integrity(history, self._blocks(self._capacity), self._blocks(self._near))
         else:
             assert not any(self._tables), "a suspended cache holds a page"

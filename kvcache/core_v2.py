@@ -41,10 +41,14 @@ class CoreCache(Protocol):
         """A view that changes with the cache. In a state group one slot at most: the live one, or the snapshot to
         start from until `grow` gets a live one (the snapshot's bytes are whole until the next call)."""
 
-    def shortage(self, blocks: int) -> tuple[int, int, int] | None:
-        """(group, needed, available) of the first group that cannot grow to `blocks` blocks."""
+    def needs(self, blocks: int, near: int, loaded: int) -> Sequence[int]:
+        """Slots each group lacks to have `blocks` blocks. A window has them up to index `near` only, and from where the
+        token at position `loaded` needs it."""
 
-    def grow(self, blocks: int) -> Sequence[Sequence[int]]:
+    def shortage(self, blocks: int, near: int, loaded: int) -> tuple[int, int, int] | None:
+        """(group, needed, available) of the first group that has too few slots for that."""
+
+    def grow(self, blocks: int, near: int) -> Sequence[Sequence[int]]:
         """Gets the slots that are missing, evicting what it must; the new ones of each group. Ask `shortage` first."""
 
     def advance(self, before: int, history: int) -> None:
@@ -70,7 +74,7 @@ class CoreCache(Protocol):
 
     def close(self) -> None: ...
 
-    def check_integrity(self, history: int, blocks: int) -> None: ...
+    def check_integrity(self, history: int, blocks: int, near: int) -> None: ...
 
 
 Links = list[tuple[bytes, bytes | None]]
@@ -91,8 +95,20 @@ class CoreLedger(Protocol):
 
     def available(self, group: int) -> int: ...
 
-    def counts(self) -> tuple[int, int, int, int, int]:
-        """total, free, cached, pinned, quarantined."""
+    def idle(self, group: int) -> Sequence[int]:
+        """Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction."""
+
+    def withhold(self, group: int, slots: Sequence[int]) -> None:
+        """Keeps idle slots from everybody until they are given back; what was cached in them is evicted."""
+
+    def give_back(self, group: int, slots: Sequence[int]) -> None: ...
+
+    def counts(self, group: int | None = None) -> tuple[int, int, int, int, int]:
+        """total (without what is withheld), free, cached, pinned, quarantined; of all groups together, or of one."""
+
+    @property
+    def evicted(self) -> int:
+        """Cached slots that made way for others, ever."""
 
     def clear(self) -> None: ...
 

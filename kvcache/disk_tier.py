@@ -2,7 +2,7 @@
 
 A record is whole or it is a miss: its header carries a checksum over digest and bytes, checked at every read, so that a
 write cut short by a crash, or a bit that flipped, is never served. Records outlive the process and are found again at
-the next start. Nothing here is needed for correctness; writes happen on a thread of their own and may be skipped.
+the next start. Writes happen on a thread of their own, reads on another where they were asked for ahead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,31 +18,43 @@ from pathlib import Path
 
 import torch
 
-from kvferry.core import ConfigError, KVLayout, Tier
-from kvferry.kvcache.base import TierCounts
+from kvferry.core import DIGEST_NBYTES, ConfigError, KVLayout, Tier, TierCounts
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
-from kvferry.kvcache.records import HEADER_NBYTES, seal, sealed_digest, unseal
+from kvferry.kvcache.parked import Parked, StoredRows
+from kvferry.kvcache.records import HEADER_NBYTES, Kind, seal, sealed_digest, unseal
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_WRITES = 64
+MAX_FETCHED = 128
+"""Blocks of one layer group read ahead; what a prompt needs beyond them is read when it starts."""
+MAX_PENDING_PARKED_NBYTES = 256 << 20
 
 
 class DiskShelf:
     """One layer group's records. `writer` runs its writes in order; everything else happens on the engine thread."""
 
     def __init__(
-        self, path: Path, slot_nbytes: int, num_slots: int, writer: ThreadPoolExecutor, events: KVEventLog | None
+        self,
+        path: Path,
+        slot_nbytes: int,
+        num_slots: int,
+        writer: ThreadPoolExecutor,
+        reader: ThreadPoolExecutor,
+        events: KVEventLog | None,
     ) -> None:
         """events: told what is kept and given up."""
         self.num_slots = num_slots
         self._slot_nbytes = slot_nbytes
         self._record_nbytes = HEADER_NBYTES + slot_nbytes
         self._writer = writer
+        self._reader = reader
+        self._fetched: OrderedDict[bytes, tuple[int, Future[bytes | None]]] = OrderedDict()  # digest -> slot, content
         self._events = events
         self._free = FreeSlots(num_slots)
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # oldest first
+        self._parked: dict[bytes, int] = {}
         self._pending: dict[bytes, tuple[bytes, Future[None]]] = {}
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, num_slots * self._record_nbytes)
@@ -53,6 +66,31 @@ class DiskShelf:
     @property
     def kept(self) -> int:
         return len(self._kept)
+
+    @property
+    def parked(self) -> int:
+        return len(self._parked)
+
+    @property
+    def room(self) -> int:
+        """Slots that parking could have."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def pending_parked_nbytes(self) -> int:
+        """What is parked and waits in memory for its write."""
+        self._forget_written()
+        return self._slot_nbytes * len(self._pending.keys() & self._parked.keys())
+
+    def park(self, row: torch.Tensor) -> bytes:
+        """Writes a block of a suspended cache some time soon; there must be `room`. Returns what it is read by."""
+        key = secrets.token_bytes(DIGEST_NBYTES)
+        self._parked[key] = self._write_soon(Kind.PARKED, key, row)
+        return key
+
+    def unpark(self, key: bytes) -> None:
+        self._free.put(self._parked.pop(key))
+        self._pending.pop(key, None)
 
     def _find_records(self) -> None:
         """What an earlier life left behind; whether it is whole shows when it is read."""
@@ -73,18 +111,24 @@ class DiskShelf:
         self._forget_written()
         if len(self._pending) >= MAX_PENDING_WRITES or not self.num_slots:
             return
-        if not len(self._free):
-            self.forget(next(iter(self._kept)))
-        (slot,) = self._free.take(1)
-        payload = row.numpy().tobytes()
-        self._kept[digest] = slot
-        self._pending[digest] = (payload, self._writer.submit(self._write, slot, digest, payload))
+        if not self.room:
+            return
+        self._kept[digest] = self._write_soon(Kind.BLOCK, digest, row)
         if self._events is not None:
             self._events.copied(digest, Tier.DISK)
 
-    def _write(self, slot: int, digest: bytes, payload: bytes) -> None:
+    def _write_soon(self, kind: Kind, digest: bytes, row: torch.Tensor) -> int:
+        """The slot that will hold `row`, which may be overwritten at once."""
+        if not len(self._free):
+            self.forget(next(iter(self._kept)))
+        (slot,) = self._free.take(1)
+        payload = row.cpu().numpy().tobytes()
+        self._pending[digest] = (payload, self._writer.submit(self._write, slot, kind, digest, payload))
+        return slot
+
+    def _write(self, slot: int, kind: Kind, digest: bytes, payload: bytes) -> None:
         try:
-            os.pwrite(self._file, seal(digest, payload), slot * self._record_nbytes)
+            os.pwrite(self._file, seal(digest, payload, kind), slot * self._record_nbytes)
         except OSError as error:  # the record is torn, which reading it will show
             logger.warning("KV block not written to disk: %s", error)
 
@@ -94,20 +138,49 @@ class DiskShelf:
 
     def read(self, digest: bytes) -> bytes | None:
         """The block's bytes, checked; None, and the record is forgotten, when they are not whole."""
+        slot, fetched = self._fetched.pop(digest, (None, None))
+        if fetched is not None and slot == self._kept[digest] and digest not in self._pending:
+            payload = fetched.result()
+        else:
+            payload = self._read_record(self._kept[digest], Kind.BLOCK, digest)
+        if payload is None:
+            self.forget(digest)
+        else:
+            self._kept.move_to_end(digest)
+        return payload
+
+    def fetch(self, digest: bytes) -> bool:
+        """Starts reading a record on the reader's thread; whether it has been read, so that `read` need not wait."""
+        if digest in self._pending:
+            return True
+        slot = self._kept[digest]
+        if digest in self._fetched and self._fetched[digest][0] == slot:
+            return self._fetched[digest][1].done()
+        while len(self._fetched) >= MAX_FETCHED:
+            oldest = next(iter(self._fetched))
+            if not self._fetched[oldest][1].done():
+                return True  # enough is under way
+            del self._fetched[oldest]
+        self._fetched[digest] = (slot, self._reader.submit(self._read_file, slot, Kind.BLOCK, digest))
+        return False
+
+    def read_parked(self, key: bytes) -> bytes | None:
+        """The bytes of a parked block, checked; None when they are not whole."""
+        return self._read_record(self._parked[key], Kind.PARKED, key)
+
+    def _read_record(self, slot: int, kind: Kind, digest: bytes) -> bytes | None:
         if digest in self._pending:
             return self._pending[digest][0]
-        slot = self._kept[digest]
+        return self._read_file(slot, kind, digest)
+
+    def _read_file(self, slot: int, kind: Kind, digest: bytes) -> bytes | None:
+        """From any thread: another record, or half of one, fails the check."""
         try:
             record = os.pread(self._file, self._record_nbytes, slot * self._record_nbytes)
         except OSError as error:
             logger.warning("KV block not read from disk: %s", error)
             record = b""
-        payload = unseal(record, digest, self._slot_nbytes)
-        if payload is None:
-            self.forget(digest)
-            return None
-        self._kept.move_to_end(digest)
-        return payload
+        return unseal(record, digest, self._slot_nbytes, kind)
 
     def forget(self, digest: bytes) -> None:
         self._free.put(self._kept.pop(digest))
@@ -125,8 +198,29 @@ class DiskShelf:
 
     def check_integrity(self) -> None:
         self._free.check_integrity()
-        assert sorted([*self._free, *self._kept.values()]) == list(range(self.num_slots))
-        assert self._pending.keys() <= self._kept.keys()
+        slots = [*self._free, *self._kept.values(), *self._parked.values()]
+        assert sorted(slots) == list(range(self.num_slots))
+        assert self._pending.keys() <= self._kept.keys() | self._parked.keys()
+
+
+class DiskParked(Parked):
+    def __init__(self, tier: DiskTier, keys: Sequence[list[bytes]], first_blocks: Sequence[int]) -> None:
+        super().__init__(first_blocks)
+        self._tier = tier
+        self._keys = keys
+
+    def stored(self, group: int, skip: int) -> StoredRows | None:
+        shelf, keys = self._tier.shelves[group], self._keys[group][skip:]
+        payloads = [payload for payload in map(shelf.read_parked, keys) if payload is not None]
+        if len(payloads) < len(keys):
+            return None
+        rows = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8) if payloads else torch.empty(0)
+        return StoredRows(rows.view(len(payloads), -1 if payloads else 0), range(len(payloads)))
+
+    def release(self) -> None:
+        for shelf, keys in zip(self._tier.shelves, self._keys, strict=True):
+            for key in keys:
+                shelf.unpark(key)
 
 
 class DiskTier:
@@ -145,24 +239,43 @@ class DiskTier:
                 field="kv_cache.disk_bytes",
             )
         self._lock = _lock(folder)
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk")
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk-write")
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk-read")
         self.shelves = [
             DiskShelf(
                 folder / f"group{group}-{layout.fingerprint()}.kv",
                 layout.slot_nbytes,
                 nbytes // row_nbytes,
                 self._writer,
+                self._reader,
                 events if group == lead else None,
             )
             for group, layout in enumerate(layouts)
         ]
 
+    def park(
+        self, tables: Sequence[Sequence[int]], first_blocks: Sequence[int], rows: Sequence[torch.Tensor]
+    ) -> Parked | None:
+        """As `HostTier.park`. Also None while much of what was parked before still waits to be written."""
+        if any(len(table) > shelf.room for table, shelf in zip(tables, self.shelves, strict=True)):
+            return None
+        if sum(shelf.pending_parked_nbytes for shelf in self.shelves) > MAX_PENDING_PARKED_NBYTES:
+            return None
+        keys = [
+            [shelf.park(pool[slot]) for slot in table]
+            for shelf, table, pool in zip(self.shelves, tables, rows, strict=True)
+        ]
+        return DiskParked(self, keys, first_blocks)
+
     def counts(self) -> TierCounts:
-        total, kept = (sum(getattr(shelf, name) for shelf in self.shelves) for name in ("num_slots", "kept"))
-        return TierCounts("disk", total, total - kept, kept, 0)
+        total, kept, parked = (
+            sum(getattr(shelf, name) for shelf in self.shelves) for name in ("num_slots", "kept", "parked")
+        )
+        return TierCounts("disk", total, total - kept - parked, kept, parked)
 
     def close(self) -> None:
-        """Ends the pending writes. What is on disk stays there."""
+        """Ends the pending writes, and what is being read ahead. What is on disk stays there."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True)
         for shelf in self.shelves:
             shelf.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.core import BlockRemoved, BlockStored, KVEvent, KVEventBatch, Tier, new_incarnation
@@ -26,6 +26,7 @@ class KVEventLog:
         self._recent: deque[KVEvent] = deque(maxlen=capacity)
         self._last = 0
         self._known: dict[bytes, _Known] = {}
+        self._watchers: set[Callable[[], None]] = set()
         self._lock = threading.Lock()
 
     def stored(self, digest: bytes, parent: bytes, token_ids: Sequence[int]) -> None:
@@ -59,6 +60,26 @@ class KVEventLog:
     def _append(self, event: KVEvent) -> None:
         self._recent.append(event)
         self._last += 1
+        for notify in self._watchers:
+            notify()
+
+    def watch(self, notify: Callable[[], None]) -> Callable[[], None]:
+        """Calls `notify` at every event from now on, on the engine thread; it must be quick and not call back.
+        Returns what ends that."""
+        with self._lock:
+            self._watchers.add(notify)
+
+        def end() -> None:
+            with self._lock:
+                self._watchers.discard(notify)
+
+        return end
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody is told of events."""
+        with self._lock:
+            return bool(self._watchers)
 
     def read(self, stream: str, after: int) -> KVEventBatch:
         """What a reader lacks who has read `stream` up to event `after`; ("", 0) is one who has read nothing."""

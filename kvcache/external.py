@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from kvferry.kvcache.base import CacheStatistics
+from kvferry.core import CacheStatistics
 from kvferry.kvcache.connector import KVConnector
 
 logger = logging.getLogger(__name__)

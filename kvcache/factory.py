@@ -51,6 +51,8 @@ def create_manager(
     connector: KVConnector | None = None,
     allocate: Allocate | None = None,
     page_log: PageLog | None = None,
+    typical_tokens: int | None = None,
+    step_tokens: int = 0,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together; the rest is explained at `CacheOptions`.
 
@@ -73,5 +75,7 @@ def create_manager(
         connector,
         allocate,
         page_log,
+        typical_tokens,
+        step_tokens,
     )
     return MANAGERS.get(version)(layouts, nbytes, options)

@@ -56,6 +56,19 @@ class FreeSlots:
             self._cut(self._pick(count - len(slots)), count - len(slots), slots)
         return slots
 
+    def remove(self, slot: int) -> None:
+        """Removes a slot that is in here. Looks for its run; rare."""
+        start = slot
+        while start not in self._length:
+            assert start >= 0, f"slot {slot} is not free"
+            start -= 1
+        assert slot < start + self._length[start], f"slot {slot} is not free"
+        length = self._unfile(start)
+        if slot > start:
+            self._file(start, slot - start)
+        if slot + 1 < start + length:
+            self._file(slot + 1, start + length - slot - 1)
+
     def check_integrity(self) -> None:
         assert self._count == sum(self._length.values())
         assert {start + length: start for start, length in self._length.items()} == self._start

@@ -48,6 +48,13 @@ class GroupRule:
     def is_window(self) -> bool:
         return self.keeps in (Keeps.WINDOW, Keeps.CHUNK)
 
+    def blocks_in_use(self, tokens: int, step_tokens: int) -> int:
+        """The most blocks a request of `tokens` tokens holds at a time, computing `step_tokens` in a step."""
+        blocks = -(-tokens // self.tokens_per_block)
+        if self.is_window:
+            return min(blocks, -(-(self.window + step_tokens) // self.tokens_per_block) + 1)
+        return min(blocks, 1) if self.is_state else blocks
+
     def first_live_block(self, history: int) -> int:
         """Index of the first block that the token at position `history`, or a later one, can look at."""
         if self.keeps is Keeps.WINDOW:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from kvferry.core import KVLayout, Tier
-from kvferry.kvcache.base import TierCounts
+from kvferry.core import KVLayout, Tier, TierCounts
 from kvferry.kvcache.disk_tier import DiskShelf, DiskTier
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule, lead_group
+from kvferry.kvcache.parked import Parked, StoredRows
 from kvferry.kvcache.pool import blocks_for_budget, slot_counts
 
 
@@ -62,6 +62,14 @@ class Shelf:
                 self._kept.move_to_end(digest)
             elif digest not in self._lent and self.room:
                 self.rows[self._keep_in_new_slot(digest)] = rows[source].to(self.rows.device)
+
+    def prefetch(self, digests: Sequence[bytes]) -> bool:
+        """Starts reading from below what is not here; whether nothing of it is being read any more."""
+        below = self._below
+        if below is None:
+            return True
+        ready = [below.fetch(digest) for digest in digests if digest not in self._kept and digest in below]
+        return all(ready)
 
     def load(self, digests: Sequence[bytes]) -> bool:
         """Brings blocks up from below; there must be `room` for all of `digests`. False when one of them was torn."""
@@ -145,14 +153,16 @@ def _copy(to_rows: torch.Tensor, to: Sequence[int], from_rows: torch.Tensor, sou
         to_rows[torch.tensor(to, device=to_rows.device)] = moved.to(to_rows.device)
 
 
-class Parked:
-    """The bytes of one suspended cache: per group its slots, the first of them block `first_blocks[group]`."""
-
+class HostParked(Parked):
     def __init__(self, tier: HostTier, slots: Sequence[list[int]], first_blocks: Sequence[int]) -> None:
+        """slots: per group those of its shelf."""
+        super().__init__(first_blocks)
         self.slots = slots
-        self.first_blocks = first_blocks
         self._tier = tier
         tier.parked.add(self)
+
+    def stored(self, group: int, skip: int) -> StoredRows:
+        return StoredRows(self._tier.shelves[group].rows, self.slots[group][skip:])
 
     def release(self) -> None:
         self._tier.parked.remove(self)
@@ -187,31 +197,46 @@ class HostTier:
             )
             for group, (layout, slots) in enumerate(zip(layouts, slot_counts(layouts, num_blocks), strict=True))
         ]
-        self.parked: set[Parked] = set()
+        self.parked: set[HostParked] = set()
 
     def park(
         self, tables: Sequence[Sequence[int]], first_blocks: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> Parked | None:
-        """Copies the pool slots `tables`; None, with nothing changed, when there is too little room."""
+        """Copies the pool slots `tables`, to the tier below where this one has too little room; None, with nothing
+        changed, when that has too little too."""
         if any(len(table) > shelf.room for table, shelf in zip(tables, self.shelves, strict=True)):
-            return None
+            return None if self._disk is None else self._disk.park(tables, first_blocks, rows)
         slots = [shelf.park(table, pool) for shelf, table, pool in zip(self.shelves, tables, rows, strict=True)]
-        return Parked(self, slots, first_blocks)
+        return HostParked(self, slots, first_blocks)
 
     def servable(self, start: int, digests: Sequence[bytes]) -> int:
         """How many of the blocks [start, start + len(digests)) can follow a prefix of `start` blocks that a cache
         has already, if what is on disk is whole."""
         return self._servable(start, digests, Shelf.anywhere)
 
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def prefetch(self, start: int, digests: Sequence[bytes]) -> bool:
+        """Starts reading what `stage` would have to; whether nothing of it is being read any more."""
+        wanted = self._wanted(start, digests, min(self.servable(start, digests), *(s.room for s in self.shelves)))
+        ready = [shelf.prefetch(some) for shelf, some in zip(self.shelves, wanted, strict=True)]
+        return all(ready)
+
+    def _wanted(self, start: int, digests: Sequence[bytes], stop: int) -> list[Sequence[bytes]]:
+        """Which of the first `stop` blocks each group has to have for all of them to be served."""
+        return [
+            digests[max(0, rule.first_live_block((start + stop) * rule.tokens_per_block) - start) : stop]
+            for rule in self._rules
+        ]
+
     def stage(self, start: int, digests: Sequence[bytes]) -> int:
         """Brings those blocks into memory; how many can now be served from there."""
         whole = self._disk is None
         while not whole:  # a torn record is forgotten, so this ends
             stop = min(self.servable(start, digests), *(shelf.room for shelf in self.shelves))
-            wanted = [
-                digests[max(0, rule.first_live_block((start + stop) * rule.tokens_per_block) - start) : stop]
-                for rule in self._rules
-            ]
+            wanted = self._wanted(start, digests, stop)
             whole = all(shelf.load(some) for shelf, some in zip(self.shelves, wanted, strict=True))
         return self._servable(start, digests, Shelf.in_memory)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvferry.core import BlockCounts, BlockTable, ConfigError, KVLayout
+from kvferry.core import BlockCounts, BlockTable, CacheStatistics, ConfigError, KVLayout, TierCounts
 from kvferry.kvcache.base import (
     BlockHold,
-    CacheStatistics,
     KVCache,
     KVCacheManager,
     KVPool,
     OutOfBlocksError,
-    TierCounts,
 )
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import check_layouts
@@ -132,7 +130,7 @@ class HybridCacheV1(KVCache):
     def reused(self) -> int:
         return self._blocks.reused
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, *, loaded: int = 0, ahead: int | None = None) -> None:
         lacking = capacity > 0 and not self.state and self in self._books.caches
         if lacking:
             try:
@@ -140,7 +138,7 @@ class HybridCacheV1(KVCache):
             except OutOfBlocksError:
                 self._books.refused += 1
                 raise
-        self._blocks.reserve(capacity)
+        self._blocks.reserve(capacity, loaded=loaded, ahead=ahead)
         if lacking:
             self.state.append(self._books.take())
 
@@ -206,7 +204,7 @@ class HybridManagerV1(KVCacheManager):
         self._blocks = ManagerV1(attention, blocks * self._row_nbytes, options)
         groups = [group for group, layout in enumerate(layouts) if layout.kind.is_state]
         slots = state_slots(blocks)
-        pools = [build_pool(layouts[group], slots, options.device, options.allocate) for group in groups]
+        pools = [build_pool(layouts[group], slots, options.device, options.allocate, options.debug) for group in groups]
         self._states = StateBooks(groups, Pages(pools, options.debug), SlotStore(slots))
         ordered = list(self._blocks.pools)
         for group, pool in zip(groups, pools, strict=True):
@@ -225,8 +223,11 @@ class HybridManagerV1(KVCacheManager):
     ) -> KVCache:
         return HybridCacheV1(self._states, self._blocks.open(scope, token_ids, max_reuse=max_reuse, priority=priority))
 
-    def can_reserve(self, tokens: int) -> bool:
-        return self._blocks.can_reserve(tokens) and (tokens == 0 or self._states.store.available > 0)
+    def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
+        return True
+
+    def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:
+        return self._blocks.can_reserve(tokens, ahead) and (tokens == 0 or self._states.store.available > 0)
 
     def max_tokens(self) -> int:
         return self._blocks.max_tokens()
@@ -241,6 +242,14 @@ class HybridManagerV1(KVCacheManager):
             pinned=blocks.pinned + states.store.pinned * groups,
             quarantined=blocks.quarantined + states.store.quarantined * groups,
         )
+
+    def group_counts(self) -> tuple[BlockCounts, ...]:
+        store = self._states.store
+        state = BlockCounts(self._states.total, store.available, 0, store.pinned, store.quarantined)
+        groups = list(self._blocks.group_counts())
+        for group in self._states.groups:
+            groups.insert(group, state)
+        return tuple(groups)
 
     def resize(self, nbytes: int) -> None:
         blocks = blocks_for_budget(self._layouts, nbytes)
@@ -269,6 +278,7 @@ class HybridManagerV1(KVCacheManager):
     def check_integrity(self) -> None:
         self._blocks.check_integrity()
         self._states.check_integrity()
+        self._states.pages.check_integrity()
 
 
 def _refuse_what_needs_snapshots(options: CacheOptions) -> None:

@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
-from kvferry.kvcache.base import CacheStateError, CacheStatistics, KVCache, OutOfBlocksError
+from kvferry.core import CacheStatistics
+from kvferry.kvcache.base import CacheStateError, KVCache, OutOfBlocksError
 
 
 class CacheState(Enum):
@@ -29,6 +30,8 @@ class TrackedCache(KVCache):
         self._committed = reused
         self._history = reused
         self._capacity = reused
+        self._near = reused  # positions below it have a page in every group, windows included
+        self._loaded = 0  # history will be at least this before anything is computed
         self._state = CacheState.OPEN
         self._private = False
 
@@ -48,24 +51,29 @@ class TrackedCache(KVCache):
     def reused(self) -> int:
         return self._reused
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, *, loaded: int = 0, ahead: int | None = None) -> None:
         self._check_open()
-        if capacity < self._history:
-            raise CacheStateError(f"reserve({capacity}): history is {self._history} tokens already")
-        if capacity > self._capacity:
+        if capacity < max(self._history, loaded):
+            raise CacheStateError(
+                f"reserve({capacity}): history is {self._history} tokens already, {loaded} are to be loaded"
+            )
+        near = capacity if ahead is None else min(capacity, max(self._history, loaded) + ahead)
+        if capacity > self._capacity or near > self._near:
+            capacity, near = max(capacity, self._capacity), max(near, self._near)
             try:
-                self._grow(capacity)
+                self._grow(capacity, near, loaded)
             except OutOfBlocksError:
                 self._statistics.refused_reservations += 1
                 raise
-            self._capacity = capacity
+            self._capacity, self._near = capacity, near
+            self._loaded = max(self._loaded, loaded)
 
     def advance(self, history: int) -> None:
         self._check_open()
-        if not self._history <= history <= self._capacity:
-            raise CacheStateError(
-                f"advance({history}): outside [history, capacity] = [{self._history}, {self._capacity}]"
-            )
+        if not self._history <= history <= self._near:
+            raise CacheStateError(f"advance({history}): outside [history, capacity] = [{self._history}, {self._near}]")
+        if self._history < history < self._loaded:
+            raise CacheStateError(f"advance({history}): {self._loaded} tokens were to be loaded")
         before, self._history = self._history, history
         self._advanced(before)
 
@@ -88,10 +96,11 @@ class TrackedCache(KVCache):
 
     def suspend(self) -> bool:
         self._check_open()
+        self._check_loaded()
         if not self._park():
             return False
         self._state = CacheState.SUSPENDED
-        self._capacity = self._history
+        self._capacity = self._near = self._history
         self._statistics.suspensions += 1
         return True
 
@@ -116,9 +125,14 @@ class TrackedCache(KVCache):
         if self._state is not CacheState.OPEN:
             raise CacheStateError(f"the cache is {self._state.value}")
 
+    def _check_loaded(self) -> None:
+        if self._loaded > self._history:
+            raise CacheStateError(f"{self._loaded} tokens are being loaded, {self._history} are there")
+
     @abstractmethod
-    def _grow(self, capacity: int) -> None:
-        """Gets blocks for `capacity` tokens, or raises OutOfBlocksError with nothing changed."""
+    def _grow(self, capacity: int, near: int, loaded: int) -> None:
+        """Gets blocks for `capacity` tokens, in windows for [loaded, near) and what that looks back at; or raises
+        OutOfBlocksError with nothing changed."""
 
     @abstractmethod
     def _advanced(self, before: int) -> None:

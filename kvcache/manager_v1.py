@@ -6,24 +6,31 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core import BlockCounts, BlockTable, KVLayout, Tier, block_digest, scope_digest
+from kvferry.core import (
+    BlockCounts,
+    BlockTable,
+    CacheStatistics,
+    KVLayout,
+    Tier,
+    TierCounts,
+    block_digest,
+    scope_digest,
+)
 from kvferry.kvcache.base import (
     BlockHold,
     CacheStateError,
-    CacheStatistics,
     ForkableCache,
     KVCache,
     KVCacheManager,
     KVPool,
     OutOfBlocksError,
-    TierCounts,
 )
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
-from kvferry.kvcache.host_tier import Parked
 from kvferry.kvcache.lengths import CacheState, TrackedCache
 from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.parked import Parked
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, withheld_blocks
 from kvferry.kvcache.slots import SlotStore
 from kvferry.kvcache.tiering_v1 import BelowV1, build_below
@@ -125,6 +132,7 @@ class LedgerV1:
                 field="kv_cache.bytes",
             )
         while len(self.store.free) < need:
+            self.statistics.evicted_blocks += len(self.pages.pools)
             self._evict(self.store.cached.oldest())
         slots = self.store.take(need, after)
         for group in range(len(self.pages.pools)):
@@ -250,8 +258,9 @@ class CacheV1(TrackedCache, ForkableCache):
 
     def fork(self) -> CacheV1:
         self._check_open()
+        self._check_loaded()
         self._drop_table(self._blocks_of_history)
-        self._capacity = self._history
+        self._capacity = self._near = self._history
         self._forked = len(self._table)
         twin = CacheV1(self._ledger, self._scope, array("I"), self._priority)
         twin._take_after(self)
@@ -260,7 +269,7 @@ class CacheV1(TrackedCache, ForkableCache):
     def _take_after(self, other: CacheV1) -> None:
         """Becomes, newly opened, what `other` is."""
         self._reused, self._committed = other._reused, other._committed
-        self._history = self._capacity = other._history
+        self._history = self._capacity = self._near = other._history
         self._published, self._forked, self._digest = other._published, other._forked, other._digest
         self._table = list(other._table)
         for slot in self._table:
@@ -292,7 +301,7 @@ class CacheV1(TrackedCache, ForkableCache):
         held = (HeldSlots(self._ledger.store, slots),)
         return TableHold(tables, SlotHold(kind, held, (first_block,), self._ledger.holds))
 
-    def _grow(self, capacity: int) -> None:
+    def _grow(self, capacity: int, near: int, loaded: int) -> None:
         need = -(-capacity // self._tokens_per_block) - len(self._table)
         full = self._history // self._tokens_per_block
         copies = self._forked > full and self._ledger.store.cache_holders(self._table[full]) > 1
@@ -392,7 +401,9 @@ class ManagerV1(KVCacheManager):
         """options.core: there is one only; a worker's setting may say otherwise, because it is V2's."""
         tokens_per_block = check_layouts(layouts)
         num_blocks = blocks_for_budget(layouts, nbytes)
-        self._pools = tuple(build_pool(layout, num_blocks, options.device, options.allocate) for layout in layouts)
+        self._pools = tuple(
+            build_pool(layout, num_blocks, options.device, options.allocate, options.debug) for layout in layouts
+        )
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
         pages = Pages(self._pools, options.debug, options.page_log)
         statistics = CacheStatistics()
@@ -418,7 +429,10 @@ class ManagerV1(KVCacheManager):
         self._ledger.statistics.opened_one(len(token_ids), cache.reused)
         return cache
 
-    def can_reserve(self, tokens: int) -> bool:
+    def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
+        return True
+
+    def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:
         return -(-tokens // self._ledger.tokens_per_block) <= self._ledger.store.available
 
     def max_tokens(self) -> int:
@@ -430,13 +444,19 @@ class ManagerV1(KVCacheManager):
 
     def counts(self) -> BlockCounts:
         """Slots of all pools: a block counts once per layer group."""
-        store, pools = self._ledger.store, len(self._pools)
+        return _times(self._block_counts(), len(self._pools))
+
+    def group_counts(self) -> tuple[BlockCounts, ...]:
+        return (self._block_counts(),) * len(self._pools)
+
+    def _block_counts(self) -> BlockCounts:
+        store = self._ledger.store
         return BlockCounts(
-            total=(store.num_slots - len(self._ledger.withheld)) * pools,
-            free=store.available * pools,
-            cached=len(store.cached) * pools,
-            pinned=store.pinned * pools,
-            quarantined=store.quarantined * pools,
+            total=store.num_slots - len(self._ledger.withheld),
+            free=store.available,
+            cached=len(store.cached),
+            pinned=store.pinned,
+            quarantined=store.quarantined,
         )
 
     def statistics(self) -> CacheStatistics:
@@ -458,3 +478,10 @@ class ManagerV1(KVCacheManager):
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
+        self._ledger.pages.check_integrity()
+
+
+def _times(counts: BlockCounts, pools: int) -> BlockCounts:
+    return BlockCounts(
+        *(pools * getattr(counts, name) for name in ("total", "free", "cached", "pinned", "quarantined"))
+    )

@@ -6,22 +6,20 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.core import BlockCounts, ConfigError, KVLayout, scope_digest
+from kvferry.core import BlockCounts, CacheStatistics, ConfigError, KVLayout, TierCounts, scope_digest
 from kvferry.kvcache.base import (
     CacheStateError,
-    CacheStatistics,
     KVCache,
     KVCacheManager,
     KVPool,
-    OutOfBlocksError,
-    TierCounts,
 )
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
-from kvferry.kvcache.core_v2 import CORES, CoreCache
+from kvferry.kvcache.core_v2 import CORES
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import check_layouts, rules_of
 from kvferry.kvcache.options import CacheOptions
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, slot_counts, withheld_blocks
+from kvferry.kvcache.pool import Pages, blocks_for_budget, build_buffer, build_pool, slot_counts
+from kvferry.kvcache.shares import FixedShares, PoolShares, SlabShares, shareable, slab_nbytes
 from kvferry.kvcache.tiering import TieredBooks, build_tiers
 
 
@@ -48,9 +46,15 @@ class ManagerV2(KVCacheManager):
         slots = slot_counts(layouts, num_blocks)
         self.core = options.core
         self.takes_snapshots = options.prefix_reuse and any(rule.is_state for rule in rules)
-        self._num_blocks = num_blocks
+        shared = None
+        # Other ranks lay their pools out by themselves, group by group.
+        alone = options.page_log is None
+        if options.typical_tokens is not None and alone and shareable(layouts, rules, nbytes):
+            nbytes -= nbytes % slab_nbytes(layouts)
+            slots = [nbytes // layout.slot_nbytes for layout in layouts]
+            shared = build_buffer(nbytes, options.device, options.allocate, options.debug)
         self._pools = tuple(
-            build_pool(layout, count, options.device, options.allocate)
+            build_pool(layout, count, options.device, options.allocate, options.debug, shared)
             for layout, count in zip(layouts, slots, strict=True)
         )
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
@@ -60,8 +64,13 @@ class ManagerV2(KVCacheManager):
         self._books = TieredBooks(
             ledger, Pages(self._pools, options.debug, options.page_log), rules, host, self._events
         )
-        self._shared = SharedV2(self._books, tokens_per_block, options.prefix_reuse)
-        self._withheld = self._open_ballast()
+        self._shares: PoolShares
+        if shared is None:
+            self._shares = FixedShares(self._books, layouts, num_blocks, tokens_per_block)
+        else:
+            typical = options.typical_tokens or 0
+            self._shares = SlabShares(self._books, layouts, rules, nbytes, typical, options.step_tokens)
+        self._shared = SharedV2(self._books, self._shares, tokens_per_block, options.prefix_reuse)
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -85,45 +94,31 @@ class ManagerV2(KVCacheManager):
         self._shared.statistics.opened_one(len(token_ids), cache.reused)
         return cache
 
-    def can_reserve(self, tokens: int) -> bool:
-        blocks = -(-tokens // self._shared.tokens_per_block)
-        return all(
-            (min(blocks, 1) if rule.is_state else blocks) <= self._books.ledger.available(group)
-            for group, rule in enumerate(self._books.rules)
-        )
+    def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
+        return not self._shared.reuse or self._books.prefetch(scope_digest(scope), array("I", token_ids))
+
+    def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:
+        size = self._shared.tokens_per_block
+        blocks = -(-tokens // size)
+        near = blocks if ahead is None else -(-min(tokens, ahead) // size)
+        needs = [min(blocks, 1) if rule.is_state else near if rule.is_window else blocks for rule in self._books.rules]
+        return self._shares.could(needs)
 
     def max_tokens(self) -> int:
-        return (self._num_blocks - self._withheld_blocks) * self._shared.tokens_per_block
+        return self._shares.max_tokens()
 
     def counts(self) -> BlockCounts:
-        total, *others = self._books.ledger.counts()
-        return BlockCounts(total - sum(len(self._withheld.table(group)) for group in range(len(self._pools))), *others)
+        return BlockCounts(*self._books.ledger.counts())
 
-    @property
-    def _withheld_blocks(self) -> int:
-        return max(len(self._withheld.table(group)) for group in range(len(self._pools)))
+    def group_counts(self) -> tuple[BlockCounts, ...]:
+        return tuple(BlockCounts(*self._books.ledger.counts(group)) for group in range(len(self._pools)))
 
     def resize(self, nbytes: int) -> None:
-        layouts = [pool.layout for pool in self._pools]
-        blocks = withheld_blocks(layouts, nbytes, self._num_blocks)
-        if blocks < self._withheld_blocks:
-            self._books.close(self._withheld)
-            self._withheld = self._open_ballast()
-        shortage = self._withheld.shortage(blocks)
-        if shortage is not None:
-            raise OutOfBlocksError(
-                f"{shortage[1]} more KV blocks would have to be free to shrink to {nbytes} bytes, {shortage[2]} are: "
-                "try again when fewer requests are running",
-                field="kv_cache.bytes",
-            )
-        self._books.grow(self._withheld, blocks)
-
-    def _open_ballast(self) -> CoreCache:
-        """A cache that nobody uses: what it holds is withheld from everybody."""
-        return self._books.ledger.open(scope_digest(f"withheld {id(self)}"), array("I"), 0)
+        self._shares.resize(nbytes)
 
     def statistics(self) -> CacheStatistics:
-        return replace(self._shared.statistics)
+        counted = self._shared.statistics
+        return replace(counted, evicted_blocks=self._books.ledger.evicted, moved_shares=self._shares.moved)
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return self._books.host.counts() if self._books.host is not None else ()
@@ -143,3 +138,4 @@ class ManagerV2(KVCacheManager):
         for cache in self._shared.caches:
             cache.check_integrity()
         self._books.check_integrity()
+        self._books.pages.check_integrity()

@@ -12,14 +12,17 @@ from kvferry.kvcache.pool import Allocate
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """prefix_reuse False: nothing is published, `match` is always 0. debug: fresh pages are filled with NaN.
+    """prefix_reuse False: nothing is published, `match` is always 0. debug: fresh pages are filled with NaN, and pages
+    of canaries around the pools show what was written beyond them to `check_integrity`.
 
     core: `cpp` or `python`, which implementation keeps the books of V2; V1 has one only. host_bytes: size of the
     host tier below the pools, 0 for none. disk_bytes, disk_dir: size and folder of the disk tier below that, 0 for
     none; the folder must belong to this worker and this model. event_capacity: how many KV events are kept for
     readers, 0 for none. connector: of an external store, the manager's own from here on; V1 only. allocate: where the
     pools live when a transceiver needs them in memory of its own; None: plain memory of `device`. page_log: where
-    changes of pages are noted for the worker's other ranks, if it has any.
+    changes of pages are noted for the worker's other ranks, if it has any. typical_tokens: how long a typical request
+    is, by which layer groups with windows get less of V2's memory, in shares that change hands while serving; None:
+    every group gets the same number of blocks. step_tokens: most tokens computed in a step.
     """
 
     prefix_reuse: bool = True
@@ -33,3 +36,5 @@ class CacheOptions:
     connector: KVConnector | None = None
     allocate: Allocate | None = None
     page_log: PageLog | None = None
+    typical_tokens: int | None = None
+    step_tokens: int = 0

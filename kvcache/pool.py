@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,7 @@ Allocate = Callable[[int], torch.Tensor]
 
 PAGE_NBYTES = 4096
 BLOCKS_PER_STATE = 16
+_CANARY_BYTE = 0xA5
 _NAN_BYTE = 0xFF  # all bits set is a NaN in every floating type we store
 
 
@@ -61,18 +63,21 @@ def withheld_blocks(layouts: Sequence[KVLayout], nbytes: int, num_blocks: int) -
     return num_blocks - blocks
 
 
-def build_pool(layout: KVLayout, num_blocks: int, device: str, allocate: Allocate | None = None) -> KVPool:
+def build_pool(
+    layout: KVLayout,
+    num_blocks: int,
+    device: str,
+    allocate: Allocate | None = None,
+    guard: bool = False,
+    shared: Buffer | None = None,
+) -> KVPool:
     """A zero-filled pool: what attention masks out must be finite. Generations stay in host memory, where the
-    engine raises them without a kernel launch. allocate: None is plain memory of `device`."""
-    if allocate is not None and device != "cpu":
-        raise ConfigError(
-            f"the transceiver keeps block pools in host memory, but engine.device is {device}: set engine.device to "
-            "cpu, or another transceiver.backend",
-            field="engine.device",
-        )
-    take = allocate or (lambda nbytes: _aligned_zeros(nbytes, device))
+    engine raises them without a kernel launch. allocate: None is plain memory of `device`. guard: see `Buffer`.
+    shared: the buffer it lies in, from its start, with the pools of other groups."""
     take_host = allocate or (lambda nbytes: _aligned_zeros(nbytes, "cpu"))
-    buffer = take(num_blocks * layout.slot_nbytes)
+    nbytes = num_blocks * layout.slot_nbytes
+    memory = shared or build_buffer(nbytes, device, allocate, guard)
+    buffer = memory.body[:nbytes]
     inner = (layout.kv_heads, layout.tokens_per_block)
     if layout.axis_order is AxisOrder.TOKEN_HEAD:
         inner = (layout.tokens_per_block, layout.kv_heads)
@@ -84,7 +89,37 @@ def build_pool(layout: KVLayout, num_blocks: int, device: str, allocate: Allocat
         buffer=buffer,
         view=buffer.view(getattr(torch, layout.dtype.value)).view(shape),
         generations=take_host(num_blocks * 8).view(torch.int64),
+        guards=memory.guards,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """body: uint8, zero-filled and page-aligned. guards: pages of canaries before and behind it, where asked for.
+
+    Canaries rather than pages without access: they work in the memory of any device or transceiver, and tell which pool
+    was overrun instead of ending the process.
+    """
+
+    body: torch.Tensor
+    guards: tuple[torch.Tensor, ...] = ()
+
+
+def build_buffer(nbytes: int, device: str, allocate: Allocate | None, guard: bool) -> Buffer:
+    if allocate is not None and device != "cpu":
+        raise ConfigError(
+            f"the transceiver keeps block pools in host memory, but engine.device is {device}: set engine.device to "
+            "cpu, or another transceiver.backend",
+            field="engine.device",
+        )
+    take = allocate or (lambda nbytes: _aligned_zeros(nbytes, device))
+    if not guard:
+        return Buffer(take(nbytes))
+    whole = take(nbytes + 2 * PAGE_NBYTES)
+    guards = (whole[:PAGE_NBYTES], whole[PAGE_NBYTES + nbytes :])
+    for page in guards:
+        page.fill_(_CANARY_BYTE)
+    return Buffer(whole[PAGE_NBYTES : PAGE_NBYTES + nbytes], guards)
 
 
 def _aligned_zeros(nbytes: int, device: str) -> torch.Tensor:
@@ -141,6 +176,12 @@ class Pages:
         if self._debug:
             self._rows[group][list(slots)] = _NAN_BYTE
         self._note(PageChange.CLAIM, group, slots)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when something was written beyond a pool. Only in debug mode is there a way to tell."""
+        for group, pool in enumerate(self.pools):
+            for side, page in zip(("before", "behind"), pool.guards, strict=False):
+                assert bool((page == _CANARY_BYTE).all()), f"memory {side} the pool of layer group {group} was written"
 
     def generations(self, group: int, slots: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._generations[group][list(slots)].tolist())

@@ -57,6 +57,7 @@ class PrefixTree:
         self._keeps_journal = journal
         self._links: Links = []
         self._evictions: Evictions = []
+        self.evicted = 0  # slots, ever
 
     def root(self, scope: bytes) -> Node:
         """The root of the scope with this digest, made where there is none; dropped again with its last block."""
@@ -136,7 +137,10 @@ class PrefixTree:
 
     def evict(self, group: LayerGroup) -> None:
         """Frees the slot of `group` that is next in turn; a block no prefix can be served without goes whole."""
-        slot = group.store.cached.oldest()
+        self.evict_slot(group, group.store.cached.oldest())
+
+    def evict_slot(self, group: LayerGroup, slot: int) -> None:
+        """Frees one cached slot of `group`, whatever its turn."""
         node = group.store.publication(slot)
         assert isinstance(node, Node)
         if group.rule.keeps_all:
@@ -182,6 +186,7 @@ class PrefixTree:
     def _evict_slot(self, node: Node, group: LayerGroup) -> None:
         slot = node.slots[group.index]
         assert slot is not None
+        self.evicted += 1
         if self._keeps_journal:
             self._evictions.append((node.digest, group.index, slot))
         self._forget_slot(node, group)

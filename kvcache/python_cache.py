@@ -50,12 +50,12 @@ class PythonCache:
     def table(self, group: int) -> Sequence[int]:
         return self._tables[group]
 
-    def shortage(self, blocks: int) -> tuple[int, int, int] | None:
-        return self._ledger.shortage(self._needs(blocks))
+    def shortage(self, blocks: int, near: int, loaded: int) -> tuple[int, int, int] | None:
+        return self._ledger.shortage(self.needs(blocks, near, loaded))
 
-    def grow(self, blocks: int) -> Sequence[Sequence[int]]:
+    def grow(self, blocks: int, near: int) -> Sequence[Sequence[int]]:
         after = [table[-1] if table else None for table in self._tables]
-        taken = self._ledger.allocate(self._needs(blocks), after)
+        taken = self._ledger.allocate(self.needs(blocks, near, 0), after)
         for group in self._states:
             table = self._tables[group.index]
             if taken[group.index] and table:
@@ -64,8 +64,13 @@ class PythonCache:
             table.extend(slots)
         return taken
 
-    def _needs(self, blocks: int) -> list[int]:
-        needs = [max(0, blocks - first - len(table)) for table, first in zip(self._tables, self._first, strict=True)]
+    def needs(self, blocks: int, near: int, loaded: int) -> list[int]:
+        needs = []
+        for group, table, first in zip(self._ledger.groups, self._tables, self._first, strict=True):
+            end, stop = first + len(table), blocks
+            if group.rule.is_window:
+                end, stop = max(end, group.rule.first_live_block(loaded)), near
+            needs.append(max(0, stop - end))
         for group in self._states:
             has_live = self._tables[group.index] and not self._has_snapshot_only(group)
             needs[group.index] = 0 if has_live or not blocks else 1
@@ -146,9 +151,10 @@ class PythonCache:
         for group, slot in sources:
             group.store.hold(slot)
         copies: list[tuple[int, int, int]] = []
-        if self.shortage(self._published + 1) is None:
+        blocks = self._published + 1
+        if self.shortage(blocks, blocks, 0) is None:
             source.priority = max(source.priority, self._priority)
-            taken = self.grow(self._published + 1)
+            taken = self.grow(blocks, blocks)
             copies = [(group.index, slot, taken[group.index][0]) for group, slot in sources]
         for group, slot in sources:
             group.store.drop(slot)
@@ -186,7 +192,7 @@ class PythonCache:
         self._ledger.tree.unlock(self._tip)
         self._ledger.caches.remove(self)
 
-    def check_integrity(self, history: int, blocks: int) -> None:
+    def check_integrity(self, history: int, blocks: int, near: int) -> None:
         path: list[Node] = []
         node: Node | None = self._tip
         while node is not None and node.parent is not None:
@@ -199,7 +205,8 @@ class PythonCache:
                 assert len(table) <= 1, "a state group holds more than one slot"
                 assert not self._has_snapshot_only(group) or self._tip.slots[group.index] == table[0]
                 continue
-            assert first + len(table) == max(blocks, first), "a group holds too many or too few blocks"
+            held = near if group.rule.is_window else blocks
+            assert first + len(table) == max(held, first), "a group holds too many or too few blocks"
             assert first <= group.rule.first_live_block(history), "a block that is still needed was dropped"
             assert first == 0 or not group.rule.keeps_all
             for node, slot in zip(path[first:], table, strict=False):

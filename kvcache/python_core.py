@@ -63,15 +63,33 @@ class PythonLedger:
             taken.append(group.store.take(need, slot))
         return taken
 
-    def counts(self) -> tuple[int, int, int, int, int]:
-        stores = [group.store for group in self.groups]
+    def idle(self, group: int) -> list[int]:
+        return self.groups[group].store.idle()
+
+    def withhold(self, group: int, slots: Sequence[int]) -> None:
+        layer_group = self.groups[group]
+        for slot in slots:
+            if layer_group.store.publication(slot) is not None:
+                self.tree.evict_slot(layer_group, slot)
+            layer_group.store.withhold(slot)
+
+    def give_back(self, group: int, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.groups[group].store.give_back(slot)
+
+    def counts(self, group: int | None = None) -> tuple[int, int, int, int, int]:
+        stores = [each.store for each in (self.groups if group is None else [self.groups[group]])]
         return (
-            sum(store.num_slots for store in stores),
+            sum(store.num_slots - store.withheld for store in stores),
             sum(store.available for store in stores),
             sum(len(store.cached) for store in stores),
             sum(store.pinned for store in stores),
             sum(store.quarantined for store in stores),
         )
+
+    @property
+    def evicted(self) -> int:
+        return self.tree.evicted
 
     def clear(self) -> None:
         self.tree.clear()

@@ -32,6 +32,7 @@ class SlotStore:
         self._published: dict[int, Publication] = {}
         self._pins: dict[int, int] = {}
         self._quarantined: set[int] = set()
+        self._withheld: set[int] = set()
 
     @property
     def available(self) -> int:
@@ -45,6 +46,10 @@ class SlotStore:
     @property
     def quarantined(self) -> int:
         return len(self._quarantined)
+
+    @property
+    def withheld(self) -> int:
+        return len(self._withheld)
 
     @property
     def num_published(self) -> int:
@@ -101,6 +106,19 @@ class SlotStore:
             self.cached.remove(slot)
             self.free.put(slot)
 
+    def idle(self) -> list[int]:
+        """Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction."""
+        return [*sorted(self.free), *self.cached]
+
+    def withhold(self, slot: int) -> None:
+        """Keeps a free slot from everybody until it is given back."""
+        self.free.remove(slot)
+        self._withheld.add(slot)
+
+    def give_back(self, slot: int) -> None:
+        self._withheld.remove(slot)
+        self.free.put(slot)
+
     def pin(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.hold(slot)
@@ -130,7 +148,9 @@ class SlotStore:
         self.free.check_integrity()
         free, cached = list(self.free), list(self.cached)
         held = [slot for slot in range(self.num_slots) if self._holders[slot]]
-        assert sorted(free + cached + held) == list(range(self.num_slots)), "a slot is lost or stands twice"
+        everything = sorted([*free, *cached, *held, *self._withheld])
+        assert everything == list(range(self.num_slots)), "a slot is lost or stands twice"
+        assert not self._withheld & self._published.keys(), "a withheld slot is published"
         assert {slot: self._holders[slot] for slot in held} == holders, "holders do not add up"
         assert set(cached) <= self._published.keys()
         assert not set(free) & self._published.keys(), "a free slot is still published"

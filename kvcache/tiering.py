@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvferry.core import ConfigError, KVLayout, Tier, block_digest
+from kvferry.kvcache.base import CacheLostError
 from kvferry.kvcache.core_v2 import CoreCache, CoreHold, CoreLedger, Evictions
 from kvferry.kvcache.disk_tier import DiskTier
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.groups import GroupRule, lead_group, rules_of
-from kvferry.kvcache.host_tier import HostTier, Parked
+from kvferry.kvcache.host_tier import HostTier
 from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.parked import Parked
 from kvferry.kvcache.pool import Pages
 
 
@@ -40,10 +42,11 @@ class TieredBooks:
         self._size = rules[0].tokens_per_block
         self._states = [group for group, rule in enumerate(rules) if rule.is_state]
 
-    def grow(self, core: CoreCache, blocks: int) -> None:
-        """Gets the missing slots of `core` and makes them its own; what had to be evicted goes down a tier first."""
+    def grow(self, core: CoreCache, blocks: int, near: int) -> None:
+        """Gets the missing slots of `core` (in windows up to block `near`) and makes them its own; what had to be
+        evicted goes down a tier first."""
         snapshots = {group: list(core.table(group)) for group in self._states}
-        taken = core.grow(blocks)
+        taken = core.grow(blocks, near)
         self._follow()
         for group, slots in enumerate(taken):
             if slots:
@@ -128,12 +131,19 @@ class TieredBooks:
             return blocks
         return blocks + self.host.servable(blocks, self._digests(scope, tokens)[blocks:])
 
+    def prefetch(self, scope: bytes, tokens: array[int]) -> bool:
+        """Whether nothing of that prefix is being read from disk any more; starts what has to be read."""
+        if self.host is None or not self.host.has_disk:
+            return True
+        start = self.ledger.match(scope, tokens)
+        return self.host.prefetch(start, self._digests(scope, tokens)[start:])
+
     def _restore(self, host: HostTier, core: CoreCache, scope: bytes, tokens: array[int]) -> None:
         """Brings the blocks behind the published prefix up again, as many as there are pages for: all or none."""
         start = core.published
         digests = self._digests(scope, tokens)[start:]
         stop = start + host.servable(start, digests)
-        if stop == start or core.shortage(stop) is not None:
+        if stop == start or core.shortage(stop, stop, stop * self._size) is not None:
             return
         stop = start + host.stage(start, digests[: stop - start])
         if stop == start:
@@ -143,7 +153,7 @@ class TieredBooks:
         firsts = [max(start, rule.first_live_block(history)) for rule in self.rules]
         needed = [digests[first - start : stop - start] for first in firsts]
         lent = [shelf.lend(wanted) for shelf, wanted in zip(host.shelves, needed, strict=True)]
-        self.grow(core, stop)
+        self.grow(core, stop, stop)
         for group, (shelf, wanted, slots) in enumerate(zip(host.shelves, needed, lent, strict=True)):
             self._bring_up(core, group, firsts[group], slots, shelf.rows)
             shelf.end_loan(wanted, slots)
@@ -178,21 +188,44 @@ class TieredBooks:
             self.close(core)
         return parked
 
-    def resume(self, parked: Parked, core: CoreCache, history: int, tokens: array[int]) -> tuple[int, int, int] | None:
+    def withhold(self, group: int, slots: Sequence[int]) -> None:
+        """Keeps idle slots from everybody. A remote reader of what was in them is told by their generations."""
+        self.ledger.withhold(group, slots)
+        self._follow()
+        if slots:
+            self.pages.claim(group, slots)
+
+    def resume(
+        self,
+        parked: Parked,
+        core: CoreCache,
+        history: int,
+        tokens: array[int],
+        relieve: Callable[[Sequence[int]], bool],
+    ) -> tuple[int, int, int] | None:
         """Fills `core`, just opened with what the pools still hold of `tokens` (the committed ones), with the parked
-        bytes; releases them. The shortage, with `core` closed and nothing else changed, when pages are lacking."""
-        assert self.host is not None
+        bytes; releases them. The shortage, with `core` closed and nothing else changed, when pages are lacking;
+        CacheLostError, likewise, when the bytes are."""
         published, blocks = core.published, -(-history // self._size)
         core.advance(history, history)
-        shortage = core.shortage(blocks)
-        if shortage is not None:
+        shortage = core.shortage(blocks, blocks, history)
+        if shortage is not None and not relieve(core.needs(blocks, blocks, history)):
             self.close(core)
             return shortage
-        self.grow(core, blocks)
-        for group, shelf in enumerate(self.host.shelves):
-            first = 0 if self.rules[group].is_state else max(published, parked.first_blocks[group])
-            sources = parked.slots[group][first - parked.first_blocks[group] :]
-            self._bring_up(core, group, first, sources, shelf.rows)
+        stored = []
+        firsts = [
+            0 if rule.is_state else max(published, first)
+            for rule, first in zip(self.rules, parked.first_blocks, strict=True)
+        ]
+        for group, (first, start) in enumerate(zip(firsts, parked.first_blocks, strict=True)):
+            rows = parked.stored(group, first - start)
+            if rows is None:
+                self.close(core)
+                raise CacheLostError("a suspended KV cache did not come back whole from disk: compute it again")
+            stored.append(rows)
+        self.grow(core, blocks, blocks)
+        for group, (first, rows) in enumerate(zip(firsts, stored, strict=True)):
+            self._bring_up(core, group, first, rows.slots, rows.rows)
         committed = len(tokens) // self._size
         if committed > published:
             self.publish(core, tokens[published * self._size :], committed, history)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvferry.core import ConfigError, KVLayout
-from kvferry.kvcache.base import CacheStatistics
+from kvferry.core import CacheStatistics, ConfigError, KVLayout
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.external import ExternalStore
 from kvferry.kvcache.groups import GroupRule, Keeps
-from kvferry.kvcache.host_tier import HostTier, Parked
+from kvferry.kvcache.host_tier import HostTier
 from kvferry.kvcache.options import CacheOptions
+from kvferry.kvcache.parked import Parked
 from kvferry.kvcache.pool import Pages
 
 
@@ -70,9 +70,10 @@ class BelowV1:
 
     def unpark(self, parked: Parked, first: int, slots: Sequence[int]) -> None:
         """Copies what was parked from block `first` on to claimed `slots`, and forgets all of it."""
-        assert self.host is not None, "what was parked is in the tier it was parked in"
-        for group, shelf in enumerate(self.host.shelves):
-            self._pages.write(group, slots, shelf.rows, parked.slots[group][first:])
+        for group in self._groups:
+            stored = parked.stored(group, first)
+            assert stored is not None, "only what is on disk can be lost, and V1 has no disk"
+            self._pages.write(group, slots, stored.rows, stored.slots)
         parked.release()
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from kvferry.core import InternalError, InvalidRequestError, KVFerryError, codec
+from kvferry.core import InternalError, InvalidRequestError, KVFerryError, cache_codec, codec
 from kvferry.proto import admin_pb2, admin_pb2_grpc
 from kvferry.resolution import ResolveRequest, example_config, original_architecture, probe_libraries, resolve
 from kvferry.router.driver import Driver
@@ -83,6 +83,8 @@ def worker_status(member: Member) -> admin_pb2.WorkerStatus:
         resolution=codec.resolution_to_wire(facts.resolution),
         blocks=codec.blocks_to_wire(facts.blocks),
         requests=facts.requests,
+        cache=cache_codec.statistics_to_wire(facts.cache),
+        tiers=[cache_codec.tier_to_wire(tier) for tier in facts.tiers],
         model=facts.model,
         kv_cache_core=facts.kv_cache_core,
         max_batch=facts.max_batch,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvferry.core import BlockCounts, Resolution, Role
+from kvferry.core import BlockCounts, CacheStatistics, Resolution, Role, TierCounts
 
 
 class WorkerState(Enum):
@@ -35,7 +35,7 @@ class WorkerFacts:
     """One report of one worker.
 
     reported: the state it sees itself in. peers_ready: endpoints of prefill workers it made first contact with;
-    peer_errors: why it cannot work with others. requests: leg state -> how many.
+    peer_errors: why it cannot work with others. requests: leg state -> how many. cache, tiers: of the KV cache.
     """
 
     name: str
@@ -53,5 +53,7 @@ class WorkerFacts:
     kv_cache_core: str = ""
     blocks: BlockCounts = field(default_factory=BlockCounts)
     requests: Mapping[str, int] = field(default_factory=dict)
+    cache: CacheStatistics = field(default_factory=CacheStatistics)
+    tiers: tuple[TierCounts, ...] = ()
     peers_ready: frozenset[str] = frozenset()
     peer_errors: Mapping[str, str] = field(default_factory=dict)

@@ -151,6 +151,8 @@ def _worker_info(member: Member) -> dict[str, Any]:
         "kv_cache_core": facts.kv_cache_core,
         "blocks": asdict(facts.blocks),
         "requests": dict(facts.requests),
+        "cache": asdict(facts.cache),
+        "tiers": [asdict(tier) for tier in facts.tiers],
         "peers": sorted(facts.peers_ready),
         "resolution": resolution_dict(facts.resolution),
     }

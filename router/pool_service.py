@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from kvferry.core import InvalidRequestError, Role, codec
+from kvferry.core import InvalidRequestError, Role, cache_codec, codec
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 from kvferry.router.facts import WorkerFacts, WorkerState
 from kvferry.router.failures import Context, abort, failures_answered
@@ -111,6 +111,8 @@ def facts_from_wire(report: worker_pb2.WorkerReport) -> WorkerFacts:
         kv_cache_core=status.kv_cache_core,
         blocks=codec.blocks_from_wire(status.blocks),
         requests=dict(status.requests),
+        cache=cache_codec.statistics_from_wire(status.cache),
+        tiers=tuple(cache_codec.tier_from_wire(tier) for tier in status.tiers),
         peers_ready=frozenset(report.peers_ready),
         peer_errors=dict(report.peer_errors),
     )

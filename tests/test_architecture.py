@@ -35,7 +35,7 @@ FOLDERS = frozenset(MAY_IMPORT)
 TORCH_FREE = frozenset({"proto", "core", "text", "resolution", "router"})
 # The message modules stay behind core/codec.py; gRPC shells (servers and clients) speak them too.
 GRPC_SHELL = re.compile(r"(^|_)(service|server|client)$")
-NAMED_SHELLS = frozenset({"core/codec.py", "router/pool.py", "cluster/membership.py"})
+NAMED_SHELLS = frozenset({"core/codec.py", "core/cache_codec.py", "router/pool.py", "cluster/membership.py"})
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = frozenset({"utils.py", "util.py", "common.py", "helpers.py", "misc.py"})

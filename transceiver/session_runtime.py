@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 
-from kvferry.core import BlockTable, RankInfo, TokenRange, TransferError
+from kvferry.core import BlockTable, MemRegion, RankInfo, TokenRange, TransferError
 from kvferry.kvcache import BlockHold, KVPool
 from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult, Transceiver
 from kvferry.transceiver.control import ControlClient, ControlTarget
@@ -374,9 +374,14 @@ class SessionRuntime(Transceiver, ControlTarget):
 
 
 def _register(identity: WorkerIdentity, pools: Sequence[KVPool], agent: Agent) -> RankInfo:
+    # Layer groups may share one buffer: the longest region from an address covers the others.
+    longest: dict[int, MemRegion] = {}
     for pool in pools:
-        agent.register(pool.region)
-        agent.register(pool.generation_region)
+        known = longest.get(pool.region.addr)
+        if known is None or known.nbytes < pool.region.nbytes:
+            longest[pool.region.addr] = pool.region
+    for region in (*longest.values(), *(pool.generation_region for pool in pools)):
+        agent.register(region)
     return RankInfo(
         worker=identity.worker,
         role=identity.role,

@@ -30,14 +30,17 @@ Cache::Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priorit
   ledger_.tree_.lock(tip_);
 }
 
-std::vector<Slot> Cache::needs(std::int64_t blocks) const {
+std::vector<Slot> Cache::needs(std::int64_t blocks, std::int64_t near, std::int64_t loaded) const {
   std::vector<Slot> needs;
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     if (ledger_.groups_[group].is_state()) {
       needs.push_back(blocks > 0 && (tables_[group].empty() || has_snapshot_only(group)) ? 1 : 0);
       continue;
     }
-    const std::int64_t missing = blocks - first_[group] - static_cast<std::int64_t>(tables_[group].size());
+    const LayerGroup& rule = ledger_.groups_[group];
+    std::int64_t end = first_[group] + static_cast<std::int64_t>(tables_[group].size());
+    if (rule.is_window()) end = std::max(end, rule.first_live_block(loaded, ledger_.tokens_per_block_));
+    const std::int64_t missing = (rule.is_window() ? near : blocks) - end;
     needs.push_back(static_cast<Slot>(std::max<std::int64_t>(0, missing)));
   }
   return needs;
@@ -48,12 +51,14 @@ bool Cache::has_snapshot_only(std::size_t group) const {
   return !table.empty() && ledger_.groups_[group].store.publication(table.front()) != nullptr;
 }
 
-std::optional<Shortage> Cache::shortage(std::int64_t blocks) const { return ledger_.shortage(needs(blocks)); }
+std::optional<Shortage> Cache::shortage(std::int64_t blocks, std::int64_t near, std::int64_t loaded) const {
+  return ledger_.shortage(needs(blocks, near, loaded));
+}
 
-Slots Cache::grow(std::int64_t blocks) {
+Slots Cache::grow(std::int64_t blocks, std::int64_t near) {
   std::vector<std::optional<Slot>> after;
   for (const auto& table : tables_) after.push_back(table.empty() ? std::nullopt : std::optional(table.back()));
-  Slots taken = ledger_.allocate(needs(blocks), after);
+  Slots taken = ledger_.allocate(needs(blocks, near, 0), after);
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     LayerGroup& rule = ledger_.groups_[group];
     if (rule.is_state() && !taken[group].empty() && !tables_[group].empty()) {
@@ -153,9 +158,9 @@ std::pair<std::size_t, std::vector<SlotCopy>> Cache::begin_block(Tokens tokens, 
   const std::vector<Slot> slots = source->slots;
   for (std::size_t group = 0; group < slots.size(); ++group) ledger_.groups_[group].store.hold(slots[group]);
   std::vector<SlotCopy> copies;
-  if (!shortage(published_ + 1)) {
+  if (!shortage(published_ + 1, published_ + 1, 0)) {
     source->priority = std::max(source->priority, priority_);
-    const Slots taken = grow(published_ + 1);
+    const Slots taken = grow(published_ + 1, published_ + 1);
     for (std::size_t group = 0; group < slots.size(); ++group) copies.push_back({group, slots[group], taken[group][0]});
   }
   for (std::size_t group = 0; group < slots.size(); ++group) ledger_.groups_[group].store.drop(slots[group]);
@@ -210,7 +215,7 @@ void Cache::close() {
   ensure(ledger_.caches_.erase(shared_from_this()) == 1, "a cache was closed twice");
 }
 
-void Cache::check_integrity(std::int64_t history, std::int64_t blocks) const {
+void Cache::check_integrity(std::int64_t history, std::int64_t blocks, std::int64_t near) const {
   std::vector<const Node*> path;
   for (const Node* node = tip_; !ledger_.tree_.is_root(node); node = node->parent) path.push_back(node);
   std::reverse(path.begin(), path.end());
@@ -223,7 +228,8 @@ void Cache::check_integrity(std::int64_t history, std::int64_t blocks) const {
       continue;
     }
     const auto first = static_cast<std::size_t>(first_[group]);
-    ensure(first + table.size() == std::max(static_cast<std::size_t>(blocks), first),
+    const auto held = static_cast<std::size_t>(rule.is_window() ? near : blocks);
+    ensure(first + table.size() == std::max(held, first),
            "a group holds too many or too few blocks");
     ensure(first_[group] <= rule.first_live_block(history, ledger_.tokens_per_block_),
            "a block that is still needed was dropped");

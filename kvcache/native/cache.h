@@ -23,10 +23,13 @@ class Cache : public std::enable_shared_from_this<Cache> {
   std::int64_t first_block(std::size_t group) const { return first_.at(group); }
   const std::vector<Slot>& table(std::size_t group) const { return tables_.at(group); }
 
-  // What stands in the way of growing to `blocks` blocks, if anything does.
-  std::optional<Shortage> shortage(std::int64_t blocks) const;
+  // Slots each group lacks to have `blocks` blocks; a window has them up to index `near` only, from where the token at
+  // position `loaded` needs it.
+  std::vector<Slot> needs(std::int64_t blocks, std::int64_t near, std::int64_t loaded) const;
+  // What stands in the way of growing to that, if anything does.
+  std::optional<Shortage> shortage(std::int64_t blocks, std::int64_t near, std::int64_t loaded) const;
   // Gets the missing blocks (check `shortage` first), evicting what it must; returns the new slots.
-  Slots grow(std::int64_t blocks);
+  Slots grow(std::int64_t blocks, std::int64_t near);
   // History rose from `before`: lets go of what no later token needs and nobody can publish any more.
   void advance(std::int64_t before, std::int64_t history);
   // Publishes the blocks [published(), blocks); `tokens` are theirs.
@@ -43,10 +46,10 @@ class Cache : public std::enable_shared_from_this<Cache> {
   std::shared_ptr<Hold> quarantine();
   void close();
 
-  void check_integrity(std::int64_t history, std::int64_t blocks) const;
+  // near: blocks a window has room for; the other groups have `blocks`.
+  void check_integrity(std::int64_t history, std::int64_t blocks, std::int64_t near) const;
 
  private:
-  std::vector<Slot> needs(std::int64_t blocks) const;
   void swap(std::int64_t index, const std::vector<Slot>& mine, const Node* node);
   bool has_snapshot_only(std::size_t group) const;
   void check_state(std::size_t group) const;

@@ -43,6 +43,16 @@ class EvictionQueue {
     --count_;
   }
 
+  // Every slot, in the order of eviction.
+  std::vector<Slot> list() const {
+    std::vector<Slot> slots;
+    slots.reserve(count_);
+    for (const auto& [priority, bucket] : buckets_) {
+      for (Slot slot = bucket.oldest; slot != kNone; slot = links_[slot].newer) slots.push_back(slot);
+    }
+    return slots;
+  }
+
   // The slot to evict next; it stays in the queue.
   Slot oldest() const {
     ensure(!buckets_.empty(), "nothing is cached that could be evicted");

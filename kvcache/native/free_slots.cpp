@@ -38,6 +38,24 @@ void FreeSlots::take(Slot count, std::optional<Slot> after, std::vector<Slot>& s
   while (count > 0) count -= cut(pick(count), count, slots);
 }
 
+void FreeSlots::remove(Slot slot) {
+  Slot start = slot;
+  while (start >= 0 && length_[start] == 0) --start;
+  ensure(start >= 0 && slot < start + length_[start], "a slot is removed that is not free");
+  const Slot length = unfile(start);
+  if (slot > start) file(start, slot - start);
+  if (slot + 1 < start + length) file(slot + 1, start + length - slot - 1);
+}
+
+std::vector<Slot> FreeSlots::list() const {
+  std::vector<Slot> slots;
+  slots.reserve(count_);
+  for (Slot start = 0; start < static_cast<Slot>(length_.size()); ++start) {
+    for (Slot slot = start; slot < start + length_[start]; ++slot) slots.push_back(slot);
+  }
+  return slots;
+}
+
 Slot FreeSlots::pick(Slot count) const {
   const std::size_t fitting = std::bit_width(static_cast<std::uint32_t>(count - 1)) + 1u;
   for (std::size_t size = fitting; size < newest_.size(); ++size) {

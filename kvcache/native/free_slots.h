@@ -21,6 +21,10 @@ class FreeSlots {
   void put(Slot slot);
   // Appends `count` slots (at most size()) to `slots`, continuing right behind `after` if that is free.
   void take(Slot count, std::optional<Slot> after, std::vector<Slot>& slots);
+  // Removes a slot that is in here.
+  void remove(Slot slot);
+  // Every free slot, in ascending order.
+  std::vector<Slot> list() const;
   // Marks every free slot in `seen`, which must not be marked yet.
   void check_integrity(std::vector<bool>& seen) const;
 

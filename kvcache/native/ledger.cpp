@@ -52,15 +52,39 @@ Slots Ledger::allocate(const std::vector<Slot>& needs, const std::vector<std::op
 }
 
 Counts Ledger::counts() const {
-  Counts counts;
-  for (const LayerGroup& group : groups_) {
-    counts.total += group.store.num_slots();
-    counts.free += group.store.available();
-    counts.cached += group.store.cached();
-    counts.pinned += group.store.pinned();
-    counts.quarantined += group.store.quarantined();
+  Counts all;
+  for (std::size_t group = 0; group < groups_.size(); ++group) {
+    const Counts some = counts(group);
+    all.total += some.total;
+    all.free += some.free;
+    all.cached += some.cached;
+    all.pinned += some.pinned;
+    all.quarantined += some.quarantined;
   }
+  return all;
+}
+
+Counts Ledger::counts(std::size_t group) const {
+  const SlotStore& store = groups_.at(group).store;
+  Counts counts;
+  counts.total = store.num_slots() - store.withheld();
+  counts.free = store.available();
+  counts.cached = store.cached();
+  counts.pinned = store.pinned();
+  counts.quarantined = store.quarantined();
   return counts;
+}
+
+void Ledger::withhold(std::size_t group, const std::vector<Slot>& slots) {
+  SlotStore& store = groups_.at(group).store;
+  for (const Slot slot : slots) {
+    if (store.publication(slot) != nullptr) tree_.evict(group, slot);
+    store.withhold(slot);
+  }
+}
+
+void Ledger::give_back(std::size_t group, const std::vector<Slot>& slots) {
+  for (const Slot slot : slots) groups_.at(group).store.give_back(slot);
 }
 
 void Ledger::check_integrity() const {

@@ -43,6 +43,12 @@ class Ledger {
   std::size_t match(const Digest& scope, Tokens tokens) { return tree_.find(scope, tokens).size(); }
   Slot available(std::size_t group) const { return groups_.at(group).store.available(); }
   Counts counts() const;
+  Counts counts(std::size_t group) const;
+  std::vector<Slot> idle(std::size_t group) const { return groups_.at(group).store.idle(); }
+  // Keeps idle slots from everybody; what was cached in them is evicted.
+  void withhold(std::size_t group, const std::vector<Slot>& slots);
+  void give_back(std::size_t group, const std::vector<Slot>& slots);
+  std::int64_t evicted() const { return tree_.evicted(); }
   void clear() { tree_.clear(); }
   Journal drain() { return tree_.drain(); }
   void check_integrity() const;

@@ -126,10 +126,15 @@ void bind_ledger(py::module_& module) {
            })
       .def("available", &Ledger::available)
       .def("counts",
-           [](const Ledger& ledger) {
-             const Counts counts = ledger.counts();
+           [](const Ledger& ledger, std::optional<std::size_t> group) {
+             const Counts counts = group ? ledger.counts(*group) : ledger.counts();
              return py::make_tuple(counts.total, counts.free, counts.cached, counts.pinned, counts.quarantined);
-           })
+           },
+           py::arg("group") = py::none())
+      .def("idle", &Ledger::idle)
+      .def("withhold", &Ledger::withhold)
+      .def("give_back", &Ledger::give_back)
+      .def_property_readonly("evicted", &Ledger::evicted)
       .def("clear", &Ledger::clear)
       .def("drain", [](Ledger& ledger) { return journal_of(ledger.drain()); })
       .def("check_integrity", &Ledger::check_integrity);
@@ -146,7 +151,9 @@ void bind_cache(py::module_& module) {
             return Table{cache, group};
           },
           py::keep_alive<0, 1>())
-      .def("shortage", [](const Cache& cache, std::int64_t blocks) { return shortage_of(cache.shortage(blocks)); })
+      .def("needs", &Cache::needs)
+      .def("shortage", [](const Cache& cache, std::int64_t blocks, std::int64_t near,
+                          std::int64_t loaded) { return shortage_of(cache.shortage(blocks, near, loaded)); })
       .def("grow", &Cache::grow)
       .def("advance", &Cache::advance)
       .def("publish",

@@ -119,8 +119,11 @@ void PrefixTree::unlock(Node* node) {
 }
 
 void PrefixTree::evict(std::size_t group) {
-  SlotStore& store = groups_[group].store;
-  Node* node = store.publication(store.oldest_cached());
+  evict(group, groups_[group].store.oldest_cached());
+}
+
+void PrefixTree::evict(std::size_t group, Slot slot) {
+  Node* node = groups_[group].store.publication(slot);
   ensure(node != nullptr, "a cached slot is not published");
   if (groups_[group].keeps_all()) {
     forget_subtree(node);
@@ -168,6 +171,7 @@ void PrefixTree::forget_subtree(Node* top) {
 }
 
 void PrefixTree::evict_slot(Node* node, std::size_t group) {
+  ++evicted_;
   if (keeps_journal_) journal_.evictions.push_back({node->digest, group, node->slots[group]});
   forget_slot(node, group);
 }

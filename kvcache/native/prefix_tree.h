@@ -89,10 +89,14 @@ class PrefixTree {
   void unlock(Node* node);
   // Frees the slot of `group` that is next in turn.
   void evict(std::size_t group);
+  // Frees one cached slot, whatever its turn.
+  void evict(std::size_t group, Slot slot);
   // Forgets every block that no cache uses, and what only pins keep.
   void clear();
   // What happened since the last call.
   Journal drain() { return std::exchange(journal_, {}); }
+  // Slots evicted, ever.
+  std::int64_t evicted() const { return evicted_; }
   bool is_root(const Node* node) const { return node->parent == &top_; }
   void check_integrity() const;
 
@@ -112,6 +116,7 @@ class PrefixTree {
   std::int64_t tokens_per_block_;
   bool keeps_journal_;
   Journal journal_;
+  std::int64_t evicted_ = 0;
   Node top_;  // its children are the roots
   // Digests name whole prefixes, scope included, so one table serves all parents.
   std::unordered_map<Digest, Node, DigestHash> nodes_;

@@ -49,6 +49,23 @@ void SlotStore::unpublish(Slot slot) {
   }
 }
 
+std::vector<Slot> SlotStore::idle() const {
+  std::vector<Slot> slots = free_.list();
+  const std::vector<Slot> cached = cached_.list();
+  slots.insert(slots.end(), cached.begin(), cached.end());
+  return slots;
+}
+
+void SlotStore::withhold(Slot slot) {
+  free_.remove(slot);
+  withheld_.insert(slot);
+}
+
+void SlotStore::give_back(Slot slot) {
+  ensure(withheld_.erase(slot) == 1, "a slot is given back that was not withheld");
+  free_.put(slot);
+}
+
 void SlotStore::pin(const std::vector<Slot>& slots) {
   for (const Slot slot : slots) {
     hold(slot);
@@ -90,7 +107,10 @@ void SlotStore::check_integrity(const std::vector<std::int32_t>& holders) const 
     published += published_[slot] != nullptr;
     ensure(!seen[slot] || published_[slot] == nullptr, "a free slot is still published");
     ensure(!queued || published_[slot] != nullptr, "a cached slot is not published");
-    ensure(int{seen[slot]} + int{queued} + int{holders_[slot] > 0} == 1, "a slot is lost or stands twice");
+    const bool withheld = withheld_.contains(slot);
+    ensure(!withheld || published_[slot] == nullptr, "a withheld slot is published");
+    ensure(int{seen[slot]} + int{queued} + int{holders_[slot] > 0} + int{withheld} == 1,
+           "a slot is lost or stands twice");
     ensure(holders_[slot] == holders[slot], "holders do not add up");
   }
   ensure(cached == cached_.size(), "the cached slots do not add up");

@@ -27,6 +27,7 @@ class SlotStore {
   Slot available() const { return free_.size() + cached_.size(); }
   std::size_t pinned() const { return pins_.size(); }
   std::size_t quarantined() const { return quarantined_.size(); }
+  Slot withheld() const { return static_cast<Slot>(withheld_.size()); }
   Slot num_published() const { return num_published_; }
   Slot oldest_cached() const { return cached_.oldest(); }
   Node* publication(Slot slot) const { return published_[slot]; }
@@ -41,6 +42,12 @@ class SlotStore {
   void publish(Slot slot, Node* node);
   // Forgets the content; an unheld slot becomes free.
   void unpublish(Slot slot);
+
+  // Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction.
+  std::vector<Slot> idle() const;
+  // Keeps a free slot from everybody until it is given back.
+  void withhold(Slot slot);
+  void give_back(Slot slot);
 
   void pin(const std::vector<Slot>& slots);
   void unpin(const std::vector<Slot>& slots);  // deepest first
@@ -59,6 +66,7 @@ class SlotStore {
   std::vector<Node*> published_;
   std::unordered_map<Slot, std::int32_t> pins_;
   std::unordered_set<Slot> quarantined_;
+  std::unordered_set<Slot> withheld_;
 };
 
 }  // namespace kvferry

@@ -40,6 +40,8 @@ WORKER = admin_pb2.WorkerStatus(
     resolution=RESOLUTION,
     blocks=admin_pb2.BlockCounts(total=10, free=9, cached=4, pinned=1, quarantined=0),
     requests={"running": 2, "finished": 0},
+    cache=admin_pb2.CacheStatistics(prompt_tokens=50, reused_tokens=20),
+    tiers=[admin_pb2.TierCounts(tier="disk", total=10, free=9, kept=1)],
     peers=["127.0.0.1:8"],
 )
 
@@ -59,6 +61,8 @@ def test_status_json_has_the_documented_shape(router: Any, kvferry: Run) -> None
     }
     assert worker["blocks"] == {"total": 10, "free": 9, "cached": 4, "pinned": 1, "quarantined": 0}
     assert worker["requests"] == {"running": 2, "finished": 0}
+    assert (worker["cache"]["prompt_tokens"], worker["cache"]["reused_tokens"]) == (50, 20)
+    assert worker["tiers"] == [{"tier": "disk", "total": 10, "free": 9, "kept": 1, "parked": 0}]
     assert (worker["resolution"]["runtime"], worker["resolution"]["manager_source"]) == ("PYTHON", "model")
     assert status["router"]["requests"] == {"finished": 3}
 

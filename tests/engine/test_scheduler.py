@@ -18,6 +18,9 @@ from kvferry.core import (
     RequestCancelledError,
     SamplingParams,
 )
+from kvferry.engine import GenerationScheduler
+from kvferry.kvcache import CacheLostError, create_manager
+from kvferry.kvcache.cache_v2 import CacheV2
 
 VERSIONS = pytest.mark.parametrize("version", ["V1", "V2"])
 
@@ -199,3 +202,33 @@ def test_a_long_prompt_does_not_stall_a_stream() -> None:
     for step in range(2, 12):
         bench.scheduler.step()
         assert len(bench.output(stream.key)) == step
+
+
+def test_a_suspended_cache_that_was_lost_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench(blocks=12, host_blocks=40)
+
+    def lost(cache: object, token_ids: object) -> None:
+        raise CacheLostError("gone")
+
+    monkeypatch.setattr(CacheV2, "_unpark", lost)
+    prompts = [[p + 1] * 6 for p in range(4)]
+    sequences = [bench.add(prompt, count=20) for prompt in prompts]
+    bench.run()
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        assert bench.output(sequence.key) == expected_output(prompt, 20)
+    assert "gone" in caplog.text
+    assert bench.manager.tier_counts()[0].parked == 0
+    assert bench.manager.counts().free == bench.manager.counts().total
+    bench.manager.check_integrity()
+
+
+def test_a_worker_that_checks_its_cache_finds_what_was_written_beyond_a_pool() -> None:
+    runner = make_bench(check_cache=True).runner
+    manager = create_manager("V2", runner.layouts, 1 << 16, debug=True)
+    scheduler = GenerationScheduler(runner, manager, lambda *event: None)
+    assert not scheduler.step()
+    manager.pools[0].guards[1][0] = 0
+    with pytest.raises(AssertionError, match="behind the pool"):
+        scheduler.step()

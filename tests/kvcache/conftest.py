@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 from kvferry.core import GroupKind, KVLayout
 from kvferry.kvcache import KVCache, KVCacheManager, create_manager
 
 # Random histories per state machine; `make fuzz` selects the deeper profile.
-settings.register_profile("fuzz", max_examples=5_000)
-SEQUENCES = 290
+settings.register_profile("fuzz", max_examples=20_000)
+SEQUENCES = 2_000
+FEW = 250
 
 MakeManager = Callable[..., KVCacheManager]
 Serve = Callable[..., KVCache]
@@ -73,6 +74,23 @@ def serve() -> Serve:
 
 
 @pytest.fixture
-def sequences() -> int:
-    """How many random histories a state machine goes through."""
-    return max(SEQUENCES, settings().max_examples if settings.get_current_profile_name() == "fuzz" else 0)
+def histories() -> settings:
+    """How many random histories a state machine goes through, and how long they are."""
+    return _histories(SEQUENCES)
+
+
+@pytest.fixture
+def few_histories() -> settings:
+    """For machines that differ in one respect from one that goes through all of them."""
+    return _histories(FEW)
+
+
+def _histories(count: int) -> settings:
+    fuzzing = settings.get_current_profile_name() == "fuzz"
+    return settings(
+        max_examples=settings().max_examples if fuzzing else count,
+        stateful_step_count=30,
+        deadline=None,
+        phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.core import ConfigError, GroupKind, KVLayout, block_digests
-from kvferry.kvcache import KVCache, KVCacheManager, TierCounts, create_manager
+from kvferry.core import ConfigError, GroupKind, KVLayout, TierCounts, block_digests
+from kvferry.kvcache import CacheLostError, KVCache, KVCacheManager, create_manager
 from kvferry.kvcache.disk_tier import MAX_PENDING_WRITES, DiskShelf
+from kvferry.kvcache.records import Kind
 
 SIZE = 4
 FULL = KVLayout(GroupKind.FULL, (0, 1), 1, 2, tokens_per_block=SIZE)
@@ -202,7 +204,7 @@ def row(number: int, nbytes: int = 32) -> torch.Tensor:
 def test_writes_never_hold_up_the_caller_and_are_skipped_when_too_many_wait(
     tmp_path: Path, writer: ThreadPoolExecutor
 ) -> None:
-    shelf = DiskShelf(tmp_path / "s", 32, 4 * MAX_PENDING_WRITES, writer, None)
+    shelf = DiskShelf(tmp_path / "s", 32, 4 * MAX_PENDING_WRITES, writer, writer, None)
     go_on = threading.Event()
     writer.submit(go_on.wait, 30)
     digests = [bytes([n]) * 32 for n in range(MAX_PENDING_WRITES + 1)]
@@ -219,7 +221,7 @@ def test_writes_never_hold_up_the_caller_and_are_skipped_when_too_many_wait(
 
 
 def test_the_least_recently_used_record_makes_room(tmp_path: Path, writer: ThreadPoolExecutor) -> None:
-    shelf = DiskShelf(tmp_path / "s", 32, 2, writer, None)
+    shelf = DiskShelf(tmp_path / "s", 32, 2, writer, writer, None)
     digests = [bytes([n]) * 32 for n in range(3)]
     shelf.keep(digests[0], row(0))
     shelf.keep(digests[1], row(1))
@@ -230,3 +232,177 @@ def test_the_least_recently_used_record_makes_room(tmp_path: Path, writer: Threa
     assert shelf.read(digests[2]) == bytes([2]) * 32
     assert shelf.read(digests[0]) == bytes(32)
     shelf.check_integrity()
+
+
+@pytest.fixture(params=["cpp", "python"])
+def make_parking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeDisk]:
+    """make_parking(host, disk): eight blocks of a full group and a window, over a host tier that is too small."""
+    made: list[KVCacheManager] = []
+
+    def make(host: int = 2, disk: int = 16) -> KVCacheManager:
+        layouts = (FULL, WINDOW)
+        row_nbytes = sum(layout.slot_nbytes for layout in layouts)
+        made.append(
+            create_manager(
+                "V2",
+                layouts,
+                8 * row_nbytes,
+                debug=True,
+                core=request.param,
+                host_bytes=host * row_nbytes,
+                disk_bytes=disk * (row_nbytes + 64 * len(layouts)),
+                disk_dir=tmp_path / f"kv{len(made)}",
+            )
+        )
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def parked(manager: KVCacheManager) -> list[int]:
+    return [tier.parked for tier in manager.tier_counts()]
+
+
+def write(manager: KVCacheManager, cache: KVCache, tokens: list[int], stop: int) -> None:
+    cache.reserve(stop)
+    for group, pool in enumerate(manager.pools):
+        for position in range(cache.history, stop):
+            slot = cache.block_table(group)[position // SIZE - cache.first_block(group)]
+            pool.view[slot, :, :, :, position % SIZE] = float(tokens[position])
+    cache.advance(stop)
+    cache.commit(tokens)
+
+
+def values(manager: KVCacheManager, cache: KVCache, group: int) -> list[float]:
+    """What each position that the group still holds was written with."""
+    table = list(cache.block_table(group))
+    held = manager.pools[group].view[table][:, 0, 0, 0, :, 0].flatten().tolist()
+    return held[: cache.history - cache.first_block(group) * SIZE]
+
+
+def test_what_the_host_tier_has_no_room_for_is_parked_on_disk(make_parking: MakeDisk) -> None:
+    manager = make_parking()
+    cache = manager.open("", PROMPT, max_reuse=0)
+    write(manager, cache, PROMPT, 18)
+    assert cache.suspend()
+    # Five full blocks; the token at 18 looks back to 13, in block 3 of 5.
+    assert parked(manager) == [0, 5 + 2]
+    assert manager.counts().free == manager.counts().total
+    other = manager.open("x", PROMPT, max_reuse=0)
+    write(manager, other, [7] * 32, 32)
+    other.close()
+    cache.resume(PROMPT)
+    assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
+    assert values(manager, cache, 1) == [float(token) for token in PROMPT[12:18]]
+    assert parked(manager) == [0, 0]
+    write(manager, cache, PROMPT, 20)
+    cache.close()
+    manager.check_integrity()
+
+
+def test_a_parked_cache_that_was_torn_is_lost_and_says_so(make_parking: MakeDisk, tmp_path: Path) -> None:
+    manager = make_parking()
+    cache = manager.open("", PROMPT, max_reuse=0)
+    write(manager, cache, PROMPT, 18)
+    assert cache.suspend()
+    other = manager.open("x", PROMPT, max_reuse=0)  # nothing of it is left in the pools
+    write(manager, other, [7] * 32, 32)
+    other.close()
+    shelves = manager._books.host._disk.shelves  # type: ignore[attr-defined]
+    shelves[0]._writer.submit(int).result()
+    for shelf in shelves:
+        shelf._forget_written()
+    for path in (tmp_path / "kv0").glob("group0-*.kv"):
+        content = bytearray(path.read_bytes())
+        at = content.index(b"kvparked")
+        content[at + 70] ^= 1
+        path.write_bytes(content)
+    counts = manager.counts()
+    with pytest.raises(CacheLostError, match="compute it again"):
+        cache.resume(PROMPT)
+    assert cache.suspended
+    assert manager.counts() == counts
+    cache.close()
+    assert parked(manager) == [0, 0]
+    manager.check_integrity()
+
+
+def test_without_room_on_disk_either_nothing_is_suspended(make_parking: MakeDisk) -> None:
+    manager = make_parking(disk=4)
+    cache = manager.open("", PROMPT, max_reuse=0)
+    write(manager, cache, PROMPT, 18)
+    assert not cache.suspend()
+    assert parked(manager) == [0, 0]
+    assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
+
+
+def test_parked_records_end_with_the_process(tmp_path: Path, writer: ThreadPoolExecutor) -> None:
+    path = tmp_path / "s"
+    shelf = DiskShelf(path, 32, 4, writer, writer, None)
+    key = shelf.park(row(3))
+    shelf.keep(bytes([1]) * 32, row(1))
+    assert (shelf.parked, shelf.kept, shelf.room) == (1, 1, 3)
+    assert shelf.pending_parked_nbytes in (0, 32)
+    writer.submit(int).result()
+    assert shelf.pending_parked_nbytes == 0
+    assert shelf.read_parked(key) == bytes([3]) * 32
+    again = DiskShelf(path, 32, 4, writer, writer, None)
+    assert (again.parked, again.kept) == (0, 1)
+    shelf.unpark(key)
+    shelf.check_integrity()
+
+
+def test_what_a_request_will_need_is_read_ahead_on_another_thread(
+    make_disk: MakeDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_disk()
+    fill(manager, PROMPT).close()
+    push_down(manager)
+    manager = make_disk()  # nothing waits to be written any more, and nothing is in memory
+    go_on, threads = threading.Event(), []
+    read_file = DiskShelf._read_file
+
+    def slowly(shelf: DiskShelf, slot: int, kind: Kind, digest: bytes) -> bytes | None:
+        threads.append(threading.current_thread().name)
+        go_on.wait(30)
+        return read_file(shelf, slot, kind, digest)
+
+    monkeypatch.setattr(DiskShelf, "_read_file", slowly)
+    assert not manager.prefetch("", PROMPT)
+    assert not manager.prefetch("", PROMPT), "asking again starts nothing anew"
+    go_on.set()
+    deadline = time.monotonic() + 20
+    while not manager.prefetch("", PROMPT):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    read = len(threads)
+    again = manager.open("", PROMPT, max_reuse=20)
+    assert again.reused == 20
+    assert_written(manager, again, PROMPT)
+    assert len(threads) == read
+    assert all(name.startswith("kv-disk-read") for name in threads)
+    assert manager.prefetch("", [1] * 20), "nothing of this is on disk"
+    manager.check_integrity()
+
+
+def test_a_record_overwritten_before_it_was_read_is_not_served(tmp_path: Path, writer: ThreadPoolExecutor) -> None:
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        shelf = DiskShelf(tmp_path / "s", 32, 1, writer, reader, None)
+        first, second = bytes([1]) * 32, bytes([2]) * 32
+        shelf.keep(first, row(1))
+        writer.submit(int).result()
+        shelf._forget_written()
+        go_on = threading.Event()
+        reader.submit(go_on.wait, 30)
+        assert not shelf.fetch(first)
+        shelf.keep(second, row(2))  # takes the only slot
+        shelf.keep(first, row(1))
+        writer.submit(int).result()
+        writer.submit(shelf._write, 0, Kind.BLOCK, second, bytes([2]) * 32).result()
+        go_on.set()
+        shelf._forget_written()
+        assert shelf.read(first) is None, "the slot holds another block by then"
+        assert first not in shelf
+        shelf.check_integrity()

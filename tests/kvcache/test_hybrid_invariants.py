@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hybrid_machine import HybridMachine
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 
@@ -27,13 +27,5 @@ class V2HostMachine(HybridMachine):
 
 
 @pytest.mark.parametrize("machine", [V1Machine, V2Machine, V2PythonMachine, V2HostMachine])
-def test_every_step_keeps_the_invariants(machine: type[HybridMachine], sequences: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max(100, sequences // 8),
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+def test_every_step_keeps_the_invariants(machine: type[HybridMachine], few_histories: settings) -> None:
+    run_state_machine_as_test(machine, settings=few_histories)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from kv_machine import CHUNKED, FULL, MLA, WINDOW, ManagerMachine
+from kv_machine import ManagerMachine
+from kv_model import CHUNKED, CONV, FULL, LENGTH, MLA, SSM, WINDOW
 from v1_machine import V1Machine
 
 from kvferry.kvcache import external
@@ -24,14 +25,14 @@ class V1ConnectorMachine(V1Machine):
     debug = True
 
 
+class V1EverythingMachine(V1ConnectorMachine):
+    host_blocks = 5
+
+
 class V2Machine(ManagerMachine):
     version = "V2"
     layouts = (FULL, WINDOW, CHUNKED)
     drops_stale = True
-
-
-class V2PythonMachine(V2Machine):
-    core = "python"
 
 
 class V2HostMachine(V2Machine):
@@ -57,30 +58,60 @@ class V2WindowsOnlyMachine(ManagerMachine):
     drops_stale = True
 
 
-@pytest.mark.parametrize(
-    "machine",
-    [
-        V1Machine,
-        V1HostMachine,
-        V1ConnectorMachine,
-        V2Machine,
-        V2PythonMachine,
-        V2HostMachine,
-        V2UniformHostMachine,
-        V2UniformMachine,
-        V2WindowsOnlyMachine,
-    ],
-)
-def test_every_step_keeps_the_invariants(
-    machine: type[ManagerMachine], sequences: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(external, "PAUSE_S", 0.0)  # a connector that failed is asked again at once
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=sequences,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+class V2SharedMachine(V2Machine):
+    typical = LENGTH
+
+
+class V2SharedPythonHostMachine(V2SharedMachine):
+    core = "python"
+    host_blocks = 9
+
+
+class V2HybridMachine(ManagerMachine):
+    version = "V2"
+    layouts = (FULL, CONV, SSM)
+    debug = True
+
+
+class V2HybridHostMachine(V2HybridMachine):
+    layouts = (FULL, WINDOW, SSM)
+    drops_stale = True
+    host_blocks = 9
+    core = "python"
+
+
+MACHINES = [
+    V1Machine,
+    V1EverythingMachine,
+    V2Machine,
+    V2HostMachine,
+    V2UniformHostMachine,
+    V2SharedPythonHostMachine,
+    V2HybridHostMachine,
+]
+VARIANTS = [
+    V1HostMachine,
+    V1ConnectorMachine,
+    V2UniformMachine,
+    V2WindowsOnlyMachine,
+    V2SharedMachine,
+    V2HybridMachine,
+]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that failed is asked again at once."""
+    monkeypatch.setattr(external, "PAUSE_S", 0.0)
+
+
+@pytest.mark.timeout(1800)  # half a minute each on a core of its own
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_step_keeps_the_invariants(machine: type[ManagerMachine], histories: settings) -> None:
+    run_state_machine_as_test(machine, settings=histories)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("machine", VARIANTS)
+def test_every_step_keeps_the_invariants_of_variants(machine: type[ManagerMachine], few_histories: settings) -> None:
+    run_state_machine_as_test(machine, settings=few_histories)

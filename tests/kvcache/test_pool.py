@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 
 import pytest
@@ -42,6 +43,20 @@ def test_a_budget_below_one_block_names_the_setting_and_the_least() -> None:
     with pytest.raises(ConfigError, match=rf"kv_cache\.bytes .* at least {LAYOUT.slot_nbytes}") as caught:
         blocks_for_budget([LAYOUT], LAYOUT.slot_nbytes - 1)
     assert caught.value.field == "kv_cache.bytes"
+
+
+@pytest.mark.parametrize("side", ["before", "behind"])
+def test_what_is_written_beyond_a_pool_shows(side: str) -> None:
+    pools = [build_pool(LAYOUT, 3, "cpu", guard=True) for _ in range(2)]
+    pages = Pages(pools, debug=True)
+    pages.check_integrity()
+    pool = pools[1]
+    assert pool.region.addr % PAGE_NBYTES == 0
+    assert pool.region.nbytes == 3 * LAYOUT.slot_nbytes
+    at = pool.region.addr - 1 if side == "before" else pool.region.addr + pool.region.nbytes
+    ctypes.memset(at, 0, 1)
+    with pytest.raises(AssertionError, match=f"{side} the pool of layer group 1"):
+        pages.check_integrity()
 
 
 def test_claims_raise_generations() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.kvcache.records import HEADER_NBYTES, seal, sealed_digest, unseal
+from kvferry.kvcache.records import HEADER_NBYTES, Kind, seal, sealed_digest, unseal
 
 DIGEST, OTHER = b"d" * 32, b"o" * 32
 
@@ -32,3 +32,11 @@ def test_another_block_s_record_is_none() -> None:
     assert unseal(seal(DIGEST, b"bytes"), DIGEST, 6) is None
     assert sealed_digest(seal(DIGEST, b"bytes")[:HEADER_NBYTES], 6) is None
     assert sealed_digest(bytes(HEADER_NBYTES), 5) is None
+
+
+def test_what_was_parked_is_no_block() -> None:
+    digest, payload = b"d" * 32, b"bytes"
+    record = seal(digest, payload, Kind.PARKED)
+    assert unseal(record, digest, 5, Kind.PARKED) == payload
+    assert unseal(record, digest, 5) is None
+    assert sealed_digest(record[:HEADER_NBYTES], 5) is None

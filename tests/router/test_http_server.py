@@ -221,6 +221,8 @@ async def test_server_info_says_who_runs_with_what(cluster: Any, http: httpx.Asy
     assert decode["resolution"]["transceiver"] == "NIXL/PYTHON"
     assert decode["resolution"]["manager_source"] == "model"
     assert decode["peers"] == [prefill["endpoint"]]
+    assert (decode["cache"]["reused_tokens"], decode["cache"]["evicted_blocks"]) == (20, 7)
+    assert decode["tiers"] == [{"tier": "host", "total": 10, "free": 3, "kept": 5, "parked": 2}]
 
 
 async def test_metrics(cluster: Any, http: httpx.AsyncClient) -> None:
@@ -246,5 +248,14 @@ async def test_metrics(cluster: Any, http: httpx.AsyncClient) -> None:
         "kvferry_queue_depth 0.0",
         'kvferry_worker_up{role="prefill",state="ready",worker="prefill-0"} 1.0',
         'kvferry_worker_blocks{kind="free",worker="prefill-0"} 90.0',
+        'kvferry_worker_prompt_tokens_total{worker="prefill-0"} 50.0',
+        'kvferry_worker_prefix_hit_tokens_total{worker="prefill-0"} 20.0',
+        'kvferry_worker_evicted_blocks_total{worker="decode-0"} 7.0',
+        'kvferry_worker_suspensions_total{worker="decode-0"} 2.0',
+        'kvferry_worker_tier_blocks{kind="free",tier="device",worker="decode-0"} 60.0',
+        'kvferry_worker_tier_blocks{kind="used",tier="device",worker="decode-0"} 10.0',
+        'kvferry_worker_tier_blocks{kind="cached",tier="device",worker="decode-0"} 30.0',
+        'kvferry_worker_tier_blocks{kind="used",tier="host",worker="decode-0"} 2.0',
+        'kvferry_worker_tier_blocks{kind="cached",tier="host",worker="decode-0"} 5.0',
     ):
         assert line in lines, line

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from kv_machine import FULL, LENGTH, SIZE, WINDOW, Live, ManagerMachine
+from kv_machine import ManagerMachine
+from kv_model import FULL, LENGTH, SIZE, WHICH, WINDOW, Live, pick
 from memory_connector import Mood
 
 from kvferry.kvcache import ForkableCache
@@ -15,13 +16,17 @@ class V1Machine(ManagerMachine):
     layouts = (FULL, WINDOW)
 
     @precondition(lambda self: 0 < len(self.live) < 5)
-    @rule(data=st.data(), branches=st.booleans())
-    def fork(self, data: st.DataObject, branches: bool) -> None:
+    @rule(which=WHICH, branches=st.booleans())
+    def fork(self, which: int, branches: bool) -> None:
         """branches: whether the twin goes on with other tokens."""
-        live = data.draw(st.sampled_from(self.live))
+        live = pick(self.live, which)
         assert isinstance(live.cache, ForkableCache)
+        if live.loaded > live.cache.history:
+            self._refused(live.cache.fork)
+            return
         tables, history = self._tables(live), live.cache.history
-        twin = Live(live.cache.fork(), live.scope, live.tokens, live.just_committed)
+        live.near = history
+        twin = Live(live.cache.fork(), live.scope, live.tokens, live.just_committed, near=history)
         if branches:
             twin.tokens = live.tokens[:history] + [9] * (LENGTH - history)
         live.forked = twin.forked = -(-history // SIZE)

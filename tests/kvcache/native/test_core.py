@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from kv_model import WHICH
 
-from kvferry.core import GroupKind, KVLayout, block_digests
+from kvferry.core import ConfigError, GroupKind, KVLayout, block_digests
 from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
 from kvferry.kvcache.native import core
 
@@ -96,13 +97,24 @@ class Lockstep(RuleBasedStateMachine):
     """Every step on both cores; afterwards everything that can be seen of them is compared."""
 
     layouts: ClassVar[tuple[KVLayout, ...]] = LAYOUTS
+    typical: ClassVar[int | None] = None
 
     def __init__(self) -> None:
         super().__init__()
         nbytes = BLOCKS * sum(layout.slot_nbytes for layout in self.layouts)
         self.managers = [
-            create_manager("V2", self.layouts, nbytes, core=name, host_bytes=nbytes // 2) for name in ("cpp", "python")
+            create_manager(
+                "V2",
+                self.layouts,
+                nbytes,
+                core=name,
+                host_bytes=nbytes // 2,
+                typical_tokens=self.typical,
+                step_tokens=8,
+            )
+            for name in ("cpp", "python")
         ]
+        self.nbytes = nbytes
         self.live: list[tuple[Pair, list[int]]] = []
         self.holds: list[tuple[BlockHold, BlockHold]] = []
 
@@ -126,32 +138,43 @@ class Lockstep(RuleBasedStateMachine):
             self._both(lambda cache: cache.commit(tokens), (first, second))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), capacity=st.integers(0, 70))
-    def reserve(self, data: st.DataObject, capacity: int) -> None:
-        self._both(lambda cache: cache.reserve(capacity), self._any(data)[0])
+    @rule(which=WHICH, capacity=st.integers(0, 70), ahead=st.sampled_from([None, None, 3]), loaded=st.integers(-40, 40))
+    def reserve(self, which: int, capacity: int, ahead: int | None, loaded: int) -> None:
+        self._both(lambda cache: cache.reserve(capacity, ahead=ahead, loaded=max(0, loaded)), self._any(which)[0])
+
+    @rule(share=st.integers(1, 8))
+    def resize(self, share: int) -> None:
+        outcomes = []
+        for manager in self.managers:
+            try:
+                manager.resize(self.nbytes * share // 8)
+                outcomes.append("")
+            except (OutOfBlocksError, ConfigError) as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), more=st.integers(0, 20))
-    def advance(self, data: st.DataObject, more: int) -> None:
-        self._both(lambda cache: cache.advance(min(60, cache.history + more)), self._any(data)[0])
+    @rule(which=WHICH, more=st.integers(0, 20))
+    def advance(self, which: int, more: int) -> None:
+        self._both(lambda cache: cache.advance(min(60, cache.history + more)), self._any(which)[0])
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def commit(self, data: st.DataObject) -> None:
-        pair, tokens = self._any(data)
+    @rule(which=WHICH)
+    def commit(self, which: int) -> None:
+        pair, tokens = self._any(which)
         self._both(lambda cache: cache.commit(tokens), pair)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        pair, _ = self._any(data)
+    @rule(which=WHICH)
+    def pin(self, which: int) -> None:
+        pair, _ = self._any(which)
         if not pair[0].suspended:
             self._keep([cache.pin() for cache in pair])
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), quarantine=st.booleans())
-    def end(self, data: st.DataObject, quarantine: bool) -> None:
-        entry = self._any(data)
+    @rule(which=WHICH, quarantine=st.booleans())
+    def end(self, which: int, quarantine: bool) -> None:
+        entry = self._any(which)
         self.live.remove(entry)
         if quarantine and not entry[0][0].suspended:
             self._keep([cache.quarantine() for cache in entry[0]])
@@ -159,25 +182,26 @@ class Lockstep(RuleBasedStateMachine):
             self._both(lambda cache: cache.close(), entry[0])
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def snapshot(self, data: st.DataObject) -> None:
-        pair, _ = self._any(data)
+    @rule(which=WHICH)
+    def snapshot(self, which: int) -> None:
+        pair, _ = self._any(which)
         if not pair[0].suspended and 0 < pair[0].committed == pair[0].history:
             assert pair[0].snapshot() == pair[1].snapshot()
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def suspend_or_resume(self, data: st.DataObject) -> None:
-        pair, tokens = self._any(data)
+    @rule(which=WHICH)
+    def suspend_or_resume(self, which: int) -> None:
+        pair, tokens = self._any(which)
         if pair[0].suspended:
             self._both(lambda cache: cache.resume(tokens), pair)
         else:
-            assert pair[0].suspend() == pair[1].suspend()
+            self._both(lambda cache: cache.suspend(), pair)
+            assert pair[0].suspended == pair[1].suspended
 
     @precondition(lambda self: self.holds)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        pair = data.draw(st.sampled_from(self.holds))
+    @rule(which=WHICH)
+    def release(self, which: int) -> None:
+        pair = self.holds[which % len(self.holds)]
         self.holds.remove(pair)
         for hold in pair:
             hold.release()
@@ -190,7 +214,8 @@ class Lockstep(RuleBasedStateMachine):
     @invariant()
     def alike(self) -> None:
         cpp, python = self.managers
-        assert cpp.counts() == python.counts()
+        assert cpp.group_counts() == python.group_counts()
+        assert cpp.statistics() == python.statistics()
         assert cpp.tier_counts() == python.tier_counts()
         for ours, theirs in zip(cpp.pools, python.pools, strict=True):
             assert ours.generations.tolist() == theirs.generations.tolist()
@@ -205,10 +230,10 @@ class Lockstep(RuleBasedStateMachine):
         tables = [(cache.first_block(group), list(cache.block_table(group))) for group in range(len(self.layouts))]
         return cache.reused, cache.committed, cache.history, cache.capacity, tables
 
-    def _any(self, data: st.DataObject) -> tuple[Pair, list[int]]:
-        return data.draw(st.sampled_from(self.live))
+    def _any(self, which: int) -> tuple[Pair, list[int]]:
+        return self.live[which % len(self.live)]
 
-    def _both(self, call: Callable[[KVCache], None], pair: Pair) -> bool:
+    def _both(self, call: Callable[[KVCache], object], pair: Pair) -> bool:
         """Whether it succeeded; both must say the same, in the same words."""
         outcomes = []
         for cache in pair:
@@ -230,14 +255,19 @@ class HybridLockstep(Lockstep):
     layouts = HYBRID
 
 
-@pytest.mark.parametrize("machine", [Lockstep, HybridLockstep])
-def test_both_cores_take_the_same_decisions(machine: type[Lockstep], sequences: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=sequences, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+class SharedLockstep(Lockstep):
+    typical = 60
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("machine", [Lockstep, SharedLockstep])
+def test_both_cores_take_the_same_decisions(machine: type[Lockstep], histories: settings) -> None:
+    run_state_machine_as_test(machine, settings=histories)
+
+
+@pytest.mark.timeout(1800)
+def test_both_cores_take_the_same_decisions_with_states(few_histories: settings) -> None:
+    run_state_machine_as_test(HybridLockstep, settings=few_histories)
 
 
 @pytest.mark.parametrize("seed", range(3))
