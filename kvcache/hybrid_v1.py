@@ -287,10 +287,12 @@ def _refuse_what_needs_snapshots(options: CacheOptions) -> None:
         ("prefix_reuse", options.prefix_reuse),
         ("host_bytes", options.host_bytes),
         ("disk_bytes", options.disk_bytes),
+        ("connector", options.connector),
     ):
         if given:
+            remedy = "" if setting == "connector" else ", or set kv_cache.manager to V2"  # V2 serves no connector
             raise ConfigError(
-                f"kv_cache.{setting} is {given}, but manager V1 keeps one state per request and no copies of it: "
-                f"leave kv_cache.{setting} out, or set kv_cache.manager to V2",
+                f"kv_cache.{setting} is set, but manager V1 keeps one state per request and no copies of it: "
+                f"leave kv_cache.{setting} out{remedy}",
                 field=f"kv_cache.{setting}",
             )

@@ -151,16 +151,27 @@ def _stretch(
     sequences, length, groups = b.shape[:3]
     by_group = (sequences, groups, x.shape[2] // groups)
     x = x.transpose(1, 2).reshape(*by_group, length, -1)  # [n, g, r, s, head_dim]
-    total = decay.cumsum(dim=1).transpose(1, 2).reshape(*by_group, length)  # [n, g, r, l]
+    decay = decay.transpose(1, 2).reshape(*by_group, length)  # [n, g, r, l]
     b, c = b.transpose(1, 2).unsqueeze(2), c.transpose(1, 2).unsqueeze(2)  # [n, g, 1, l, state_dim]
     state = state.view(*by_group, *state.shape[2:])
-    later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, float("-inf")).exp_()
+    between = _sums_between(decay).exp_()
     y = (c @ b.transpose(-1, -2) * between) @ x
-    y += (c @ state) * total.exp().unsqueeze(-1)
-    to_end = (total[..., -1:] - total).exp().unsqueeze(-1)
-    state = state * total[..., -1:, None].exp() + b.transpose(-1, -2) @ (x * to_end)
+    total = decay.cumsum(dim=-1).exp()
+    y += (c @ state) * total.unsqueeze(-1)
+    to_end = between[..., -1, :].unsqueeze(-1)
+    state = state * total[..., -1:, None] + b.transpose(-1, -2) @ (x * to_end)
     return y.flatten(1, 2).transpose(1, 2), state.flatten(1, 2)
+
+
+def _sums_between(decay: torch.Tensor) -> torch.Tensor:
+    """decay: [..., l]. [..., l, s]: the sum over the tokens behind s up to l, -inf where s comes after l.
+
+    Each sum starts at its own s: as differences of one running sum, short ones would lose their digits to what came
+    before them."""
+    length = decay.shape[-1]
+    pairs = torch.ones(length, length, dtype=torch.bool, device=decay.device)
+    sums = decay.unsqueeze(-1).expand(*decay.shape, length).masked_fill(pairs.triu(), 0.0).cumsum_(dim=-2)
+    return sums.masked_fill_(pairs.triu(1), float("-inf"))
 
 
 def load_mamba2(

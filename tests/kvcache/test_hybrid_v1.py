@@ -141,7 +141,9 @@ def test_a_quota_counts_states_too_and_is_refused_as_a_whole() -> None:
         manager.resize(nbytes_of(65))
 
 
-@pytest.mark.parametrize("option", [{"prefix_reuse": True}, {"host_bytes": 4096}, {"disk_bytes": 4096}])
+@pytest.mark.parametrize(
+    "option", [{"prefix_reuse": True}, {"host_bytes": 4096}, {"disk_bytes": 4096}, {"connector": object()}]
+)
 def test_what_would_need_snapshots_is_refused_by_name(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(ConfigError, match="manager V1 keeps one state per request") as caught:
