@@ -229,6 +229,7 @@ def _transceiver(loaded: LoadedWorker, endpoint: str, incarnation: str, facts: S
         pools=loaded.manager.pools,
         endpoint=endpoint,
         transfer_timeout_ms=loaded.spec.config.transceiver.transfer_timeout_ms,
+        nixl_plugin=loaded.spec.config.transceiver.nixl_plugin,
         memory=loaded.memory,
         lease_s=loaded.spec.config.transceiver.lease_s,
         wire_format=WireFormat(loaded.spec.config.transceiver.wire_format),
