@@ -96,6 +96,7 @@ def _rank_command(spec: WorkerSpec, resolution: Resolution) -> RankCommand:
             "resolution": codec.resolution_to_bytes(resolution).hex(),
             "transfer_timeout_ms": transceiver.transfer_timeout_ms,
             "lease_s": transceiver.lease_s,
+            "nixl_plugin": transceiver.nixl_plugin,
             "log_dir": spec.log_dir,
             "log_level": spec.log_level,
             "environ": dict(spec.environ),
