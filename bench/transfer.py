@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from kvferry.bench.floor import machine
 from kvferry.bench.source_process import SourceProcess
-from kvferry.bench.transfer_shapes import PLACEMENTS, SHAPES, Shape, make_pool, place, route_resolution
+from kvferry.bench.transfer_shapes import SHAPES, Shape, make_pool, place, route_resolution
 from kvferry.bench.transfer_source import BARE, bare_agent
 from kvferry.core import BlockTable, RankInfo, Role, SamplingParams, TokenRange, new_incarnation
 from kvferry.engine import LLM
@@ -30,7 +30,7 @@ from kvferry.kvcache import KVPool
 from kvferry.transceiver import Agent, Direction, LoadResult, OpState, Transceiver, create_transceiver, pool_memory
 from kvferry.transceiver.planner import RankTables, plan_transfer
 
-ROUTES = ("NIXL/PYTHON", "NIXL/CPP", "SHM/PYTHON", "SHM/CPP")
+ROUTES = ("NIXL/PYTHON", "NIXL/CPP", "SHM/PYTHON", "SHM/CPP", "UCX/CPP", "MOONCAKE/PYTHON")
 IDLE_S = 2.0
 SETTLE_S = 4.0
 """A target keeps an eye on a new peer for a while."""
@@ -41,7 +41,8 @@ _TTFT_TOKENS = 2048
 @dataclass(frozen=True, slots=True)
 class TransferRow:
     """memcpy_fraction: of a single-thread memcpy of the same bytes. bare_fraction: of the agent alone with the same
-    descriptors (NIXL's Python API, or copies between the shared pools). overhead_ms: advertise, plus load from call to
+    descriptors (`bare_agent`). times_mooncake: this over Mooncake's own engine with the same descriptors, where its
+    route was measured in the same run. overhead_ms: advertise, plus load from call to
     callback, less what the agent alone takes. ttft_share: of prefill plus transfer, where prefill was measured.
     """
 
@@ -60,6 +61,11 @@ class TransferRow:
     bare_fraction: float
     memcpy_gbytes_per_s: float
     load_ms: float
+    times_mooncake: float | None = None
+
+    @property
+    def bare_gbytes_per_s(self) -> float:
+        return self.gbytes_per_s / self.bare_fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,7 @@ class Bench:
         )
 
     def _connect_bare(self) -> Agent:
-        agent = bare_agent("bare-destination", self._memory)
+        agent = bare_agent(self.route, "bare-destination", self._memory)
         agent.register(self._pool.region)
         agent.load_peer(BARE, bytes.fromhex(self._source.ask("bare")["metadata"]))
         return agent
@@ -220,10 +226,22 @@ def measure(
             with _bench(route, shape_name) as bench:
                 for tokens in bench.shape.tokens:
                     computed = prefill_s.get(tokens) if shape_name == "smollm2" else None
-                    rows += [bench.measure(tokens, placement, rounds, computed) for placement in PLACEMENTS]
+                    rows += [bench.measure(tokens, entry, rounds, computed) for entry in bench.shape.placements]
                 if shape_name == shapes[0]:
                     idle.append(bench.idle())
-    return rows, idle
+    return compare_to_mooncake(rows), idle
+
+
+def compare_to_mooncake(rows: Sequence[TransferRow]) -> list[TransferRow]:
+    """The same rows, each beside Mooncake's engine on the same copies where there is such a row."""
+    engine = {
+        (row.shape, row.tokens, row.placement): row.bare_gbytes_per_s for row in rows if row.backend == "MOONCAKE"
+    }
+    compared = []
+    for row in rows:
+        speed = engine.get((row.shape, row.tokens, row.placement))
+        compared.append(replace(row, times_mooncake=row.gbytes_per_s / speed if speed else None))
+    return compared
 
 
 def measure_prefill(threads: int) -> dict[int, float]:
@@ -247,7 +265,8 @@ def _timed_memcpy(destination: int, source: int, nbytes: int) -> float:
 
 def as_table(rows: Sequence[TransferRow]) -> Table:
     table = Table(title="KV transfers between two processes: medians")
-    for name in ("route", "shape", "tokens", "MB", "blocks", "copies", "GB/s", "of memcpy", "of bare", "+ms", "TTFT"):
+    speeds = ("GB/s", "of memcpy", "of bare", "x Mooncake", "+ms", "TTFT")
+    for name in ("route", "shape", "tokens", "MB", "blocks", "copies", *speeds):
         table.add_column(name, justify="left" if name in ("route", "shape", "blocks") else "right")
     for row in rows:
         table.add_row(
@@ -260,6 +279,7 @@ def as_table(rows: Sequence[TransferRow]) -> Table:
             f"{row.gbytes_per_s:.2f}",
             f"{row.memcpy_fraction:.2f}",
             f"{row.bare_fraction:.2f}",
+            "" if row.times_mooncake is None else f"{row.times_mooncake:.1f}",
             f"{row.overhead_ms:.2f}",
             "" if row.ttft_share is None else f"{row.ttft_share:.2%}",
         )

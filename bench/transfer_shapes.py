@@ -11,13 +11,16 @@ import torch
 from kvferry.core import DType, GroupKind, KVLayout, Registry, Resolution, Source
 from kvferry.kvcache import KVPool
 
+PLACEMENTS = ("contiguous", "fragmented")
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """tokens: the prompt lengths that are measured with this cache."""
+    """tokens: the prompt lengths that are measured with this cache. placements: how its blocks lie."""
 
     layout: KVLayout
     tokens: tuple[int, ...]
+    placements: tuple[str, ...] = PLACEMENTS
 
     @property
     def blocks(self) -> int:
@@ -36,8 +39,10 @@ SHAPES.register(
         (2048,),
     ),
 )
-
-PLACEMENTS = ("contiguous", "fragmented")
+SHAPES.register(
+    "pieces-16k",  # blocks of 16 KiB: what libraries that move layer by layer are asked for
+    Shape(KVLayout(GroupKind.FULL, layers=(0, 1), kv_heads=2, head_dim=32), (16_384,), ("fragmented",)),
+)
 
 
 def place(placement: str, blocks: int, of: int, seed: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from kvferry.bench.transfer_shapes import SHAPES, make_pool, route_resolution
-from kvferry.core import BlockTable, Role, TokenRange, new_incarnation
+from kvferry.core import BlockTable, Role, TokenRange, TransferError, new_incarnation
 from kvferry.kvcache import BlockHold, KVPool
 from kvferry.transceiver import (
     Agent,
@@ -25,18 +25,35 @@ from kvferry.transceiver import (
     create_transceiver,
     pool_memory,
 )
+from kvferry.transceiver.base import CompletedOperation, CopyArray, Direction, Operation
 from kvferry.transceiver.memory import SharedArena
+from kvferry.transceiver.mooncake import MooncakeAgent
 from kvferry.transceiver.nixl import NixlAgent
 from kvferry.transceiver.shm import ShmAgent
 
 BARE = "bare-source"
+_MOONCAKE_BATCH = 1024
+"""More than twice that in one call and Mooncake's engine never works again."""
 
 
-def bare_agent(name: str, memory: PoolMemory | None) -> Agent:
-    """The agent alone: NIXL's Python API, or copies between shared pools."""
+class BareMooncake(MooncakeAgent):
+    """As its own users call it: whole batches, waited for in C++."""
+
+    def submit(self, direction: Direction, peer: str, copies: CopyArray) -> Operation:
+        assert direction is Direction.READ
+        for start in range(0, len(copies), _MOONCAKE_BATCH):
+            columns = copies[start : start + _MOONCAKE_BATCH].T.tolist()
+            if self.engine.batch_transfer_sync_read(self.segment_of(peer), *columns) != 0:
+                raise TransferError("Mooncake did not read a batch")
+        return CompletedOperation()
+
+
+def bare_agent(route: str, name: str, memory: PoolMemory | None) -> Agent:
+    """What is below a transceiver, alone: copies between shared pools, Mooncake's engine, or NIXL's Python API (also
+    for UCX, which is what NIXL moves with)."""
     if isinstance(memory, SharedArena):
         return ShmAgent(name, memory)
-    return NixlAgent(name)
+    return BareMooncake(name) if route.startswith("MOONCAKE") else NixlAgent(name)
 
 
 class _Hold(BlockHold):
@@ -52,7 +69,8 @@ class _Hold(BlockHold):
 
 
 class TransferSource:
-    def __init__(self, transceiver: Transceiver, pool: KVPool, memory: PoolMemory | None) -> None:
+    def __init__(self, route: str, transceiver: Transceiver, pool: KVPool, memory: PoolMemory | None) -> None:
+        self._route = route
         self._memory = memory
         self._transceiver = transceiver
         self._pool = pool
@@ -79,7 +97,7 @@ class TransferSource:
 
     def _describe_bare(self, command: dict[str, Any]) -> dict[str, Any]:
         """A second agent over the same memory, with nothing of ours on top."""
-        self._bare = bare_agent(BARE, self._memory)
+        self._bare = bare_agent(self._route, BARE, self._memory)
         self._bare.register(self._pool.region)
         return {"metadata": self._bare.metadata().hex()}
 
@@ -126,7 +144,7 @@ async def main(route: str, shape_name: str) -> None:
     )
     add_transceiver_service(server, transceiver)
     await server.start()
-    source = TransferSource(transceiver, pool, memory)
+    source = TransferSource(route, transceiver, pool, memory)
     print(json.dumps({"endpoint": f"127.0.0.1:{port}"}), flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

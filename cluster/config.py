@@ -59,6 +59,9 @@ class TransceiverConfig(Section):
         default="stored",
         description="how KV travels; fp8 and int8 lose precision and need memory of their own",
     )
+    nixl_plugin: Annotated[str, BeforeValidator(_upper)] = Field(
+        default="UCX", min_length=1, description="which of NIXL's plug-ins moves the bytes, on backend NIXL"
+    )
     transfer_timeout_ms: int | None = Field(default=60_000, ge=1, description="longer transfers fail; null: never")
     lease_s: float = Field(default=30.0, gt=0, description="prefill keeps an advertised cache this long unheard")
     on_transfer_failure: Literal["recompute", "fail"] = Field(

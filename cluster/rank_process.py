@@ -46,6 +46,7 @@ def _serve(pipe: ParentPipe, spec: Message, follower: Follower, told: Message) -
         transfer_timeout_ms=spec["transfer_timeout_ms"],
         memory=memory,
         lease_s=spec["lease_s"],
+        nixl_plugin=spec["nixl_plugin"],
         place=RankPlace(shard.tp_rank, shard.tp_size, shard.pp_rank, shard.pp_size),
     )
     if not isinstance(transceiver, PythonTransceiver):

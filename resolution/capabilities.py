@@ -136,7 +136,7 @@ BUILTIN_TRANSCEIVERS = (
         library="mooncake",
         install="pip install mooncake-transfer-engine-non-cuda",
         system_library="libibverbs.so.1",
-        system_install="apt-get install libibverbs1",
+        system_install="apt-get install --no-install-recommends libibverbs1",
         open_ports=True,
     ),
     TransceiverCapability("MPI", refused="it is recognised but not built"),

@@ -3,10 +3,10 @@ when it is built."""
 
 from __future__ import annotations
 
-from kvferry.core import ConfigError
+from kvferry.core import ConfigError, TransferError
 from kvferry.transceiver.base import Agent, Transceiver
 from kvferry.transceiver.control_client import GrpcControlClient
-from kvferry.transceiver.implementation import Implementation, TransceiverParts
+from kvferry.transceiver.implementation import NIXL_PLUGIN_SETTING, Implementation, TransceiverParts
 from kvferry.transceiver.memory import SharedArena
 from kvferry.transceiver.python_runtime import PythonTransceiver
 
@@ -19,7 +19,8 @@ def python_transceiver(agent: Agent, parts: TransceiverParts) -> Transceiver:
 def _nixl_python(parts: TransceiverParts) -> Transceiver:
     from kvferry.transceiver.nixl import NixlAgent
 
-    return python_transceiver(NixlAgent(parts.identity.incarnation), parts)
+    agent = NixlAgent(parts.identity.incarnation, (parts.nixl_plugin,))
+    return python_transceiver(_reachable(agent, parts.nixl_plugin), parts)
 
 
 def _shm_python(parts: TransceiverParts) -> Transceiver:
@@ -41,7 +42,8 @@ def _nixl_cpp(parts: TransceiverParts) -> Transceiver:
     from kvferry.transceiver.native_agent import NativeAgent
     from kvferry.transceiver.nixl_library import nixl_backend
 
-    agent = NativeAgent(nixl_backend(parts.identity.incarnation))
+    agent = NativeAgent(nixl_backend(parts.identity.incarnation, (parts.nixl_plugin,)))
+    _reachable(agent, parts.nixl_plugin)
     return CppTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
 
 
@@ -61,6 +63,19 @@ def _shm_cpp(parts: TransceiverParts) -> Transceiver:
 
     agent = NativeShmAgent(parts.identity.incarnation, _arena(parts), MemoryBackend())
     return CppTransceiver(parts.identity, parts.pools, agent, GrpcControlClient(), parts.times)
+
+
+def _reachable(agent: Agent, plugin: str) -> Agent:
+    """NIXL has plug-ins for files and object stores too, which no peer can be reached with."""
+    try:
+        agent.metadata()
+        return agent
+    except TransferError as error:
+        reason = error.message
+    agent.close()  # not before the error is gone: it holds what must be destroyed
+    raise ConfigError(
+        f"NIXL's plug-in {plugin} does not move memory between workers ({reason}); UCX does", field=NIXL_PLUGIN_SETTING
+    )
 
 
 def _arena(parts: TransceiverParts) -> SharedArena:

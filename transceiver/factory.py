@@ -59,14 +59,16 @@ def create_transceiver(
     lease_s: float = 30.0,
     wire_format: WireFormat = WireFormat.STORED,
     place: RankPlace = SOLE_RANK,
+    nixl_plugin: str = "UCX",
 ) -> Transceiver:
     """The transceiver `resolution` names, with `pools` registered and its threads running; `close` it before the
     pools go. endpoint: host:port where `add_transceiver_service` will be reachable for peers. memory: what
     `pool_memory` gave. wire_format: other than STORED it takes memory for as many blocks as `pools` have, in 8 bits.
     place: of this rank; each has a transceiver, and rank 0's is wrapped by `serve_ranks`.
+    nixl_plugin: for backend NIXL, others ignore it.
 
-    Raises ConfigError naming `transceiver.backend` or `transceiver.runtime` when the pair is not in this version,
-    its library is missing, or a time makes no sense. transfer_timeout_ms None: loads end only with their lease.
+    Raises ConfigError naming the setting at fault when the pair is not in this version, its library or plug-in is
+    missing, or a time makes no sense. transfer_timeout_ms None: loads end only with their lease.
     """
     if transfer_timeout_ms is not None and transfer_timeout_ms <= 0:
         message = f"transfer_timeout_ms must be at least 1, got {transfer_timeout_ms}"
@@ -93,12 +95,12 @@ def create_transceiver(
         max_lease_s=_MAX_LEASES * lease_s,
     )
     if wire_format is WireFormat.STORED:
-        return implementation.build(TransceiverParts(identity, pools, times, memory))
+        return implementation.build(TransceiverParts(identity, pools, times, memory, nixl_plugin))
     allocate = memory.allocate if memory is not None else None
     layouts = wire_layouts([pool.layout for pool in pools], wire_format)
     wire = [build_pool(layout, pool.num_blocks, "cpu", allocate) for layout, pool in zip(layouts, pools, strict=True)]
     return WireTransceiver(
-        implementation.build(TransceiverParts(identity, wire, times, memory)), WirePools(pools, wire)
+        implementation.build(TransceiverParts(identity, wire, times, memory, nixl_plugin)), WirePools(pools, wire)
     )
 
 

@@ -14,6 +14,8 @@ from kvferry.kvcache import KVPool
 from kvferry.transceiver.base import Transceiver
 from kvferry.transceiver.memory import PoolMemory
 
+NIXL_PLUGIN_SETTING = "transceiver.nixl_plugin"
+
 
 @dataclass(frozen=True, slots=True)
 class RuntimeTimes:
@@ -77,6 +79,7 @@ class TransceiverParts:
     pools: Sequence[KVPool]
     times: RuntimeTimes
     memory: PoolMemory | None
+    nixl_plugin: str = "UCX"
 
 
 @dataclass(frozen=True, slots=True)

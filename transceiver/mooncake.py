@@ -20,7 +20,7 @@ from kvferry.transceiver.shm import RegionTable
 
 logger = logging.getLogger(__name__)
 
-INSTALL_LINE = "pip install mooncake-transfer-engine-non-cuda && apt-get install libibverbs1"
+INSTALL_LINE = "pip install mooncake-transfer-engine-non-cuda && apt-get install --no-install-recommends libibverbs1"
 _MAGIC = b"kvferry mooncake 1\n"
 _IN_FLIGHT = 128
 _MOVING, _MOVED = 0, 1
@@ -121,13 +121,13 @@ class MooncakeAgent(Agent):
             raise TransferError(f"{region} is not registered")
         del self._regions[region]
         self._local.remove(region.addr, region.nbytes)
-        if self._engine.unregister_memory(region.addr) != 0:
+        if self.engine.unregister_memory(region.addr) != 0:
             raise TransferError("Mooncake could not deregister memory")
 
     def metadata(self) -> bytes:
         described = {
             "incarnation": self._incarnation,
-            "segment": join_address(self._host, self._engine.get_rpc_port()),
+            "segment": join_address(self._host, self.engine.get_rpc_port()),
             "mailbox": self._mailbox.address,
             "regions": [[region.addr, region.nbytes] for region in self._regions],
         }
@@ -184,6 +184,10 @@ class MooncakeAgent(Agent):
         self._life.engine = None
         self._regions.clear()
 
+    def segment_of(self, peer: str) -> str:
+        """What the engine knows `peer` as."""
+        return self._reach(peer).segment
+
     @property
     def _running(self) -> _Life:
         if self._life.engine is None:
@@ -191,7 +195,8 @@ class MooncakeAgent(Agent):
         return self._life
 
     @property
-    def _engine(self) -> Any:
+    def engine(self) -> Any:
+        """Mooncake's own, while it runs. Keep no reference: a fence must be able to destroy it."""
         return self._running.engine
 
     def _create(self) -> None:
@@ -201,7 +206,7 @@ class MooncakeAgent(Agent):
         self._life = _Life(engine)
 
     def _register(self, region: MemRegion) -> None:
-        if self._engine.register_memory(region.addr, region.nbytes) != 0:
+        if self.engine.register_memory(region.addr, region.nbytes) != 0:
             raise TransferError(f"Mooncake could not register {region}")
 
     def _reach(self, peer: str) -> _Peer:

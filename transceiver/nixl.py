@@ -15,6 +15,7 @@ import numpy as np
 
 from kvferry.core import ConfigError, MemRegion, TransferError
 from kvferry.transceiver.base import Agent, CopyArray, Direction, Operation, OpState
+from kvferry.transceiver.implementation import NIXL_PLUGIN_SETTING
 
 logger = logging.getLogger(__name__)
 
@@ -172,11 +173,20 @@ class NixlAgent(Agent):
         nixl_agent, nixl_agent_config = _load_nixl()
         self._epoch += 1
         config = nixl_agent_config(enable_prog_thread=False, backends=list(self._plugins))
-        agent = self._guard("start", nixl_agent, f"{self._incarnation}/{self._epoch}", config)
-        missing = set(self._plugins) - set(agent.backends)
+        name = f"{self._incarnation}/{self._epoch}"
+        try:
+            self._live = self._guard("start", nixl_agent, name, config)
+        except TransferError as error:
+            if self._epoch > 1:  # it did start here before
+                raise
+            plugins = ", ".join(self._plugins)
+            raise ConfigError(
+                f"{error.message}: its plug-in {plugins} is missing, or does not start on this machine",
+                field=NIXL_PLUGIN_SETTING,
+            ) from None
+        missing = set(self._plugins) - set(self._live.backends)
         if missing:
-            raise ConfigError(f"NIXL has no plug-in {', '.join(sorted(missing))}", field="transceiver.backend")
-        self._live = agent
+            raise ConfigError(f"NIXL has no plug-in {', '.join(sorted(missing))}", field=NIXL_PLUGIN_SETTING)
 
     def _destroy(self) -> None:
         """Drops every reference, so that the destructor runs now. TransferError when something keeps it alive;

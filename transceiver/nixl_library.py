@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, distribution
 
 from kvferry.core import ConfigError, TransferError
-from kvferry.transceiver.native.engine import Backend, BackendError, LibraryError, NixlBackend
+from kvferry.transceiver.implementation import NIXL_PLUGIN_SETTING
+from kvferry.transceiver.native.engine import Backend, BackendError, LibraryError, NixlBackend, PluginError
 
 DISTRIBUTION = "nixl-cu12"
 VERSIONS = "1.5."
@@ -35,6 +36,8 @@ def nixl_backend(incarnation: str, plugins: tuple[str, ...] = ("UCX",)) -> Backe
     path = nixl_c_library()
     try:
         return NixlBackend(path, incarnation, plugins)
+    except PluginError as error:
+        raise ConfigError(str(error), field=NIXL_PLUGIN_SETTING) from None
     except LibraryError as error:
         raise ConfigError(f"{error}: {INSTALL_LINE}", field="transceiver.backend") from None
     except BackendError as error:

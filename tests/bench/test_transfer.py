@@ -6,6 +6,7 @@ import itertools
 import json
 
 import pytest
+from libraries import needs_mooncake
 
 from kvferry.bench import transfer, transfer_shapes
 from kvferry.bench.transfer_shapes import Shape, place, route_resolution
@@ -23,7 +24,12 @@ def one_small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "SHAPES", shapes)
 
 
-@pytest.mark.parametrize("route", transfer.ROUTES)
+ROUTES = [
+    pytest.param(route, marks=needs_mooncake if route.startswith("MOONCAKE") else ()) for route in transfer.ROUTES
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_rows_of_a_route(route: str, one_small_shape: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "IDLE_S", 0.1)
     monkeypatch.setattr(transfer, "SETTLE_S", 0.0)
@@ -50,6 +56,37 @@ def test_json_holds_the_rows_and_the_machine(
     assert all(wanted | {"overhead_ms", "ttft_share"} <= set(row) for row in printed["rows"])
     assert printed["rows"][0]["ttft_share"] is None
     assert set(printed["machine"]["idle"]) == {"SHM/PYTHON"}
+
+
+def _row(backend: str, shape: str, gbytes_per_s: float, bare_fraction: float) -> transfer.TransferRow:
+    return transfer.TransferRow(
+        backend=backend,
+        runtime="PYTHON",
+        manager="V2",
+        shape=shape,
+        tokens=16,
+        nbytes=1,
+        gbytes_per_s=gbytes_per_s,
+        memcpy_fraction=0.5,
+        overhead_ms=1.0,
+        ttft_share=None,
+        placement="fragmented",
+        copies=1,
+        bare_fraction=bare_fraction,
+        memcpy_gbytes_per_s=2.0,
+        load_ms=1.0,
+    )
+
+
+def test_rows_stand_beside_mooncakes_engine_on_the_same_copies() -> None:
+    rows = [_row("NIXL", "a", 2.0, 0.9), _row("MOONCAKE", "a", 0.25, 0.5), _row("NIXL", "b", 2.0, 0.9)]
+    assert [row.times_mooncake for row in transfer.compare_to_mooncake(rows)] == [4.0, 0.5, None]
+
+
+def test_blocks_of_16_kib() -> None:
+    shape = transfer_shapes.SHAPES.get("pieces-16k")
+    assert shape.layout.slot_nbytes == 16 * 1024
+    assert (shape.blocks, shape.placements) == (1024, ("fragmented",))
 
 
 def test_placements() -> None:

@@ -153,7 +153,9 @@ def test_a_missing_library_gives_the_install_line() -> None:
 
 def test_a_missing_library_of_the_system_gives_the_line_that_brings_it() -> None:
     missing = frozenset({"libibverbs.so.1"})
-    with pytest.raises(ResolutionError, match=r"'libibverbs\.so\.1'.* apt-get install libibverbs1") as raised:
+    with pytest.raises(
+        ResolutionError, match=r"'libibverbs\.so\.1'.* apt-get install --no-install-recommends libibverbs1"
+    ) as raised:
         resolve(ResolveRequest("LlamaForCausalLM", backend="MOONCAKE", missing_libraries=missing))
     assert raised.value.field == "transceiver.backend"
 

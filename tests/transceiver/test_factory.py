@@ -71,6 +71,16 @@ def test_a_runtime_that_needs_a_deadline_says_so(resolved: Resolution) -> None:
     assert caught.value.field == "transceiver.transfer_timeout_ms"
 
 
+@pytest.mark.parametrize("runtime", ["PYTHON", "CPP"])
+def test_the_plug_in_of_nixl_is_passed_on(resolved: Resolution, runtime: str) -> None:
+    """POSIX starts, but moves files: no peer could reach this worker."""
+    wanted = replace(resolved, runtime=runtime, manager="V1")
+    with pytest.raises(ConfigError, match="POSIX does not move memory between workers") as caught:
+        create_transceiver(**arguments(wanted, nixl_plugin="POSIX"))
+    assert caught.value.field == "transceiver.nixl_plugin"
+    create_transceiver(**arguments(wanted, nixl_plugin="UCX")).close()
+
+
 def test_cpp_runs_without_a_deadline(resolved: Resolution) -> None:
     made = create_transceiver(**arguments(replace(resolved, runtime="CPP", manager="V1"), transfer_timeout_ms=None))
     assert made.local.agent_metadata

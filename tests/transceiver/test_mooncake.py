@@ -25,7 +25,9 @@ def test_a_library_that_cannot_be_loaded_gives_the_install_line(monkeypatch: pyt
         return real(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", without_ibverbs)
-    with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*pip install mooncake.*apt-get install") as caught:
+    with pytest.raises(
+        ConfigError, match=r"libibverbs\.so\.1.*pip install mooncake.*apt-get install --no-install-recommends"
+    ) as caught:
         MooncakeAgent("near")
     assert caught.value.field == "transceiver.backend"
 

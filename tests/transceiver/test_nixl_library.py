@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.core import ConfigError
 from kvferry.transceiver import nixl_library
+from kvferry.transceiver.nixl import NixlAgent
 from kvferry.transceiver.nixl_library import nixl_backend, nixl_c_library
 
 
@@ -58,5 +59,7 @@ def test_a_library_that_is_not_nixl_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_unknown_plug_in_is_named() -> None:
-    with pytest.raises(ConfigError, match="NO_SUCH_PLUGIN"):
-        nixl_backend("worker", ("NO_SUCH_PLUGIN",))
+    for make in (nixl_backend, NixlAgent):
+        with pytest.raises(ConfigError, match="NO_SUCH_PLUGIN") as caught:
+            make("worker", ("NO_SUCH_PLUGIN",))
+        assert caught.value.field == "transceiver.nixl_plugin"

@@ -21,6 +21,7 @@ from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Sour
 from kvferry.kvcache import BlockHold, KVPool
 from kvferry.resolution import default_catalog
 from kvferry.transceiver import LoadResult, Transceiver, create_transceiver, pool_memory
+from kvferry.transceiver.implementation import RuntimeTimes
 
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
 NIXL = "NIXL/PYTHON/V2"
@@ -297,6 +298,28 @@ def test_a_lost_reader_costs_the_source_a_lease_at_most(routes: tuple[str, str])
         source.wait_for(open_holds=0, expired_leases=1)
     finally:
         source.close()
+
+
+IDLE_ROUTES = [NIXL, NIXL_CPP, UCX, SHM, SHM_CPP, pytest.param(MOONCAKE, marks=needs_mooncake)]
+
+
+@pytest.mark.parametrize("route", IDLE_ROUTES)
+def test_who_has_nothing_to_do_uses_less_than_a_fiftieth_of_a_core(route: str) -> None:
+    """On both sides, once the target has stopped helping a new peer along."""
+    source, destination = SourceProcess("prefill-life-1", route=route), Destination(route=route)
+    try:
+        assert destination.load(source.advertise([3], 16), [0], TokenRange(0, 16)).error is None
+        time.sleep(RuntimeTimes(1.0).first_contact_s + 0.5)
+        window_s = 2.0
+        here_s, there_s = time.process_time(), source.ask("cpu")["seconds"]
+        time.sleep(window_s)
+        there_s = source.ask("cpu")["seconds"] - there_s
+        here_s = time.process_time() - here_s
+        assert there_s / window_s < 0.02
+        assert here_s / window_s < 0.02
+    finally:
+        source.close()
+        destination.close()
 
 
 def test_a_stopped_source_is_read_all_the_same_over_shared_memory() -> None:

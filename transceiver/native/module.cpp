@@ -204,7 +204,8 @@ void bind_engine(py::module_& module) {
 PYBIND11_MODULE(engine, module) {
   module.doc() = "Moves KV on threads of its own; see engine.pyi.";
   py::register_exception<kvferry::BackendError>(module, "BackendError");
-  py::register_exception<kvferry::LibraryError>(module, "LibraryError");
+  const py::object& library_error = py::register_exception<kvferry::LibraryError>(module, "LibraryError");
+  py::register_exception<kvferry::PluginError>(module, "PluginError", library_error);
   kvferry::bind_backends(module);
   kvferry::bind_task(module);
   kvferry::bind_engine(module);

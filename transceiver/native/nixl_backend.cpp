@@ -207,12 +207,12 @@ void NixlBackend::create() {
     nixl::Handle params = nullptr;
     nixl::Handle backend = nullptr;
     if (api_.get_plugin_params(agent_, plugin.c_str(), &memories, &params) != nixl::kSuccess) {
-      throw LibraryError("NIXL has no plug-in " + plugin);
+      throw PluginError("NIXL has no plug-in " + plugin);
     }
     const Scoped own_memories(memories, api_.destroy_mem_list);
     const Scoped own_params(params, api_.destroy_params);
     if (api_.create_backend(agent_, plugin.c_str(), params, &backend) != nixl::kSuccess) {
-      throw LibraryError("NIXL's plug-in " + plugin + " does not start on this machine");
+      throw PluginError("NIXL's plug-in " + plugin + " does not start on this machine");
     }
     backends_.push_back(backend);
   }

@@ -13,6 +13,12 @@ namespace kvferry {
 
 class NixlOperation;
 
+// A plug-in of NIXL is missing, or does not start.
+class PluginError : public LibraryError {
+ public:
+  using LibraryError::LibraryError;
+};
+
 // The NIXL agent is named `<incarnation>/<epoch>`. A fence destroys it and makes the next epoch's: only that keeps the
 // bytes of an abandoned read from landing later.
 class NixlBackend : public Backend {

@@ -15,6 +15,7 @@ struct UcxRegion {
 
 struct UcxMetadata {
   std::string incarnation;
+  std::string host;     // which running kernel
   std::string address;
   std::vector<UcxRegion> regions;
 };
