@@ -148,6 +148,13 @@ class Serving:
 
 async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -> None:
     """Serves until cancelled; `ready` is called once, when requests can come. Owns everything it starts."""
+    try:
+        await _serve(loaded, ready)
+    finally:
+        await asyncio.to_thread(loaded.runner.close)
+
+
+async def _serve(loaded: LoadedWorker, ready: Callable[[Serving], None]) -> None:
     spec = loaded.spec
     # so_reuseport off: two workers must never share a port by accident.
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)])
@@ -160,13 +167,9 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     incarnation = new_incarnation()
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     _watch_ranks(loaded.runner, lost)
-    try:
-        told = {"endpoint": endpoint, "incarnation": incarnation, "fingerprint": loaded.fingerprint}
-        facts = await asyncio.to_thread(loaded.runner.open_pools, loaded.manager.pools, told)
-        transceiver = _transceiver(loaded, endpoint, incarnation, facts)
-    except BaseException:
-        await asyncio.to_thread(loaded.runner.close)
-        raise
+    told = {"endpoint": endpoint, "incarnation": incarnation, "fingerprint": loaded.fingerprint}
+    facts = await asyncio.to_thread(loaded.runner.open_pools, loaded.manager.pools, told)
+    transceiver = _transceiver(loaded, endpoint, incarnation, facts)
     worker = _role_worker(loaded, transceiver)
     peers = PeerBook(set(), {})
     source = StatusSource(_identity(loaded, endpoint, incarnation, facts), worker, peers)
@@ -185,7 +188,6 @@ async def serve_worker(loaded: LoadedWorker, ready: Callable[[Serving], None]) -
     finally:
         await server.stop(STOP_GRACE_S)
         await asyncio.to_thread(worker.close)
-        await asyncio.to_thread(loaded.runner.close)
         await asyncio.to_thread(loaded.manager.close)
         if loaded.memory is not None:
             loaded.memory.close()

@@ -11,11 +11,15 @@ from kvferry.transceiver import LoadResult, Transceiver
 
 
 class TransceiverLoader:
-    """A KVLoader. `post` runs a call on the engine thread: the transceiver answers on its own."""
+    """A KVLoader. `post` runs a call on the engine thread: the transceiver answers on its own. settle: called on the
+    engine thread before every load; afterwards nothing that was done before may touch its pages on any rank."""
 
-    def __init__(self, transceiver: Transceiver, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, transceiver: Transceiver, post: Callable[[Callable[[], None]], None], settle: Callable[[], None]
+    ) -> None:
         self._transceiver = transceiver
         self._post = post
+        self._settle = settle
 
     def start(
         self,
@@ -29,6 +33,7 @@ class TransceiverLoader:
             outcome = LoadOutcome(result.nbytes, result.error, result.in_doubt, result.in_part)
             self._post(lambda: done(outcome))
 
+        self._settle()
         return self._transceiver.load(handle, tokens_digest, tables, tokens, on_done)
 
     def cancel(self, load_id: int) -> None:

@@ -39,7 +39,7 @@ class DecodeWorker(worker_pb2_grpc.DecodeServicer):
         self._runner = runner
         self._tokenizer = tokenizer
         self._transceiver = transceiver
-        loader = TransceiverLoader(transceiver, self._host.thread.post) if transceiver else None
+        loader = TransceiverLoader(transceiver, self._host.thread.post, runner.settle_pages) if transceiver else None
         self._scheduler = GenerationScheduler(
             runner, manager, self._host.thread.emit, loader, recompute, max_quarantined
         )

@@ -45,11 +45,13 @@ class RankGroup:
 
     def _join(self, file: Path, rank: int, size: int, device: torch.device) -> Any:
         try:
-            store = dist.FileStore(str(file), size)
+            store = dist.FileStore(str(file), size)  # type: ignore[attr-defined]
             store.set_timeout(self._timeout)
             if device.type == "cuda":
-                return dist.ProcessGroupNCCL(store, rank, size, self._timeout)
-            options = dist.ProcessGroupGloo._Options()
+                on_gpu = dist.ProcessGroupNCCL.Options()
+                on_gpu._timeout = self._timeout
+                return dist.ProcessGroupNCCL(store, rank, size, on_gpu)
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = self._timeout
             return dist.ProcessGroupGloo(store, rank, size, options)

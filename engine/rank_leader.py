@@ -125,6 +125,11 @@ class RankLeader:
             self.group.announce(encode_message(StepMessage(kind, self._number, changes, plan)))
             return self._number
 
+    def settle(self) -> None:
+        """Announces page changes, if there are any, without a step."""
+        if self.page_log:
+            self.announce(MessageKind.PAGES)
+
     @property
     def number(self) -> int:
         """Of the latest message."""

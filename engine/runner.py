@@ -128,6 +128,12 @@ class ModelRunner:
         Returns what each says."""
         return self.leader.serve(pools, told) if self.leader is not None else []
 
+    def settle_pages(self) -> None:
+        """The other ranks are told what has been done to pages since the last step, such as copies, without waiting for
+        the next. Raises RankLostError."""
+        if self.leader is not None:
+            self.leader.settle()
+
     def execute(self, chunks: Seq[Chunk], pools: Seq[KVPool]) -> list[Sampled | None]:
         """Computes the chunks and samples for those that complete; None for the others.
 

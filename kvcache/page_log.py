@@ -41,6 +41,9 @@ class PageLog:
     def __init__(self) -> None:
         self._changes: list[LoggedChange] = []
 
+    def __len__(self) -> int:
+        return len(self._changes)
+
     def note(self, change: PageChange, group: int, slots: Sequence[int]) -> None:
         self._changes.append(LoggedChange(change, group, tuple(slots)))
 

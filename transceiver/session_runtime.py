@@ -157,9 +157,11 @@ class SessionRuntime(Transceiver, ControlTarget):
 
     def companions_done(self, load_id: int) -> None:
         """Every companion of a load has ended well; unknown ids are ignored."""
-        self._agent_loop.post(
-            lambda: [self._destination.companions_done(load) for load in self._loads.open_by(load_id)]
-        )
+        for load in self._loads.open_by(load_id):
+            self._post_companions_done(load)
+
+    def _post_companions_done(self, load: LoadSession) -> None:
+        self._agent_loop.post(lambda: self._destination.companions_done(load))
 
     def fail_load(self, load_id: int, message: str) -> None:
         """A companion failed, so the load does; unknown ids are ignored. `on_done` follows as for `cancel_load`."""
