@@ -251,8 +251,7 @@ def compare(
     if max(threads) > len(cores):
         raise ConfigError(f"{max(threads)} threads on {len(cores)} cores", field="threads")
     size = ModelSize.of(read_config(model_dir))
-    report = Report(machine(max(threads)))
-    del report.machine["precision"]
+    report = Report({**machine(max(threads)), "precision": list(precisions)})
     with tempfile.TemporaryDirectory(prefix="kvferry-compare-") as folder:
         logs = Path(folder)
         for count in threads:
@@ -306,7 +305,7 @@ def draw(report: Report, path: Path) -> None:
         }
         plural = "s" if threads > 1 else ""
         panels.append(Bars(f"{precision}, {threads} thread{plural}", "tokens/s", [w.name for w in WORKLOADS], values))
-    draw_bars(path, "SmolLM2-135M, tokens per second", panels)
+    draw_bars(path, f"{report.machine['model']}: tokens per second", panels)
 
 
 def _speed(rows: Iterable[CompareRow], system: str, workload: str) -> float | None:
@@ -337,6 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model_dir = resolve_model(options.model, progress)
     home = PeersHome(options.peers)
     report = compare(model_dir, home, options.systems, options.precision, options.threads, effort, note)
+    report.machine["model"] = options.model
     publish(report, options.out / "compare.json", draw, note)
     if options.json:
         print(json.dumps(report.as_dict()))
