@@ -162,10 +162,13 @@ class Comparison:
         samples = {name: Samples() for name in children}
         for number in range(-WARM_UPS, effort.rounds):
             prompts = held[: load.batch] if load.batch else [self._prompts.take(PREFILL_TOKENS)]
-            steps = effort.steps if number >= 0 else 2
+            # Prompts that are not cached yet get their first tokens one after the other; most steps are then not whole.
+            steps, least = (effort.steps, effort.steps // 2) if number >= 0 else (2, 0)
             for name in alternated(list(children), number):
                 try:
-                    times = children[name].run(prompts, 1 + steps if load.batch else 1)
+                    times = (
+                        children[name].run(prompts, 1 + steps, least) if load.batch else children[name].run(prompts, 1)
+                    )
                 except ChildFailedError as error:
                     self._leave_out(name, error.message)
                     del children[name], samples[name]
