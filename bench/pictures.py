@@ -21,16 +21,18 @@ class Bars:
 
 
 def draw_bars(path: Path, title: str, panels: Sequence[Bars]) -> None:
-    """Writes a PNG. Raises ConfigError when matplotlib is not installed."""
+    """Writes a PNG. Raises ConfigError when there is nothing to draw, or matplotlib is not installed."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.values))
+    if not names:
+        raise ConfigError("nothing was measured")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed: pip install 'kvferry[bench]', or leave --out out") from None
+        raise ConfigError("matplotlib is not installed: pip install 'kvferry[bench]'") from None
     columns = min(len(panels), 2 if len(panels) % 2 == 0 else 3)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.8 * columns, 4.0 * rows), layout="constrained")
     figure.suptitle(title)
-    names = list(dict.fromkeys(name for panel in panels for name in panel.values))
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, number)
         width = 0.8 / len(names)
