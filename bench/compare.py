@@ -163,10 +163,13 @@ class Comparison:
         samples = {name: Samples() for name in children}
         for number in range(-WARM_UPS, effort.rounds):
             prompts = held[: load.batch] if load.batch else [self._prompts.take(PREFILL_TOKENS)]
-            steps = effort.steps if number >= 0 else 2
+            # Prompts that are not cached yet get their first tokens one after the other; most steps are then not whole.
+            steps, least = (effort.steps, effort.steps // 2) if number >= 0 else (2, 0)
             for name in alternated(list(children), number):
                 try:
-                    times = children[name].run(prompts, 1 + steps if load.batch else 1)
+                    times = (
+                        children[name].run(prompts, 1 + steps, least) if load.batch else children[name].run(prompts, 1)
+                    )
                 except ChildFailedError as error:
                     self._leave_out(name, error.message)
                     del children[name], samples[name]
@@ -252,8 +255,7 @@ def compare(
     if max(threads) > len(cores):
         raise ConfigError(f"{max(threads)} threads on {len(cores)} cores", field="threads")
     size = ModelSize.of(read_config(model_dir))
-    report = Report(machine(max(threads)))
-    del report.machine["precision"]
+    report = Report({**machine(max(threads)), "precision": list(precisions)})
     with tempfile.TemporaryDirectory(prefix="kvferry-compare-") as folder:
         logs = Path(folder)
         for count in threads:
@@ -307,7 +309,7 @@ def draw(report: Report, path: Path) -> None:
         }
         plural = "s" if threads > 1 else ""
         panels.append(Bars(f"{precision}, {threads} thread{plural}", "tokens/s", [w.name for w in WORKLOADS], values))
-    draw_bars(path, "SmolLM2-135M, tokens per second", panels)
+    draw_bars(path, f"{report.machine['model']}: tokens per second", panels)
 
 
 def _speed(rows: Iterable[CompareRow], system: str, workload: str) -> float | None:
@@ -338,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model_dir = resolve_model(options.model, progress)
     home = PeersHome(options.peers)
     report = compare(model_dir, home, options.systems, options.precision, options.threads, effort, note)
+    report.machine["model"] = options.model
     publish(report, options.out / "compare.json", draw, note)
     if options.json:
         print(json.dumps(report.as_dict()))

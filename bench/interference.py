@@ -200,7 +200,14 @@ def measure(
 ) -> Report:
     """One server after the other, each alone on the machine."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    report = Report({**machine(len(cores)), "precision": precision, "cores": len(cores), "every_s": plan.every_s})
+    report = Report(
+        {
+            **machine(len(cores)),
+            "precision": precision,
+            "cores": len(cores),
+            "every_s": plan.every_s,
+        }
+    )
     tokenizer = Tokenizer.load(model_dir)
     shape = ServeShape(model_dir, precision, cores, STREAMS + _MOST_LONG_AT_ONCE, LONG_TOKENS + STREAM_TOKENS)
     with tempfile.TemporaryDirectory(prefix="kvferry-interference-") as folder:
@@ -288,7 +295,8 @@ def draw(report: Report, path: Path) -> None:
         ["streams", "prompts and streams"],
         {name: [row.stream_tokens_per_s, row.total_tokens_per_s] for name, row in labels.items()},
     )
-    draw_bars(path, f"SmolLM2-135M, {STREAMS} streams, a prompt of {LONG_TOKENS} tokens every 3 s", [waits, speed])
+    title = f"{STREAMS} streams, a prompt of {LONG_TOKENS} tokens every {report.machine['every_s']:g} s"
+    draw_bars(path, f"{report.machine['model']}: {title}", [waits, speed])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -312,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = Plan(alone_s=min(8.0, seconds / 3), seconds=seconds, every_s=options.every)
     home = PeersHome(options.peers)
     report = measure(model_dir, home, options.systems, options.precision, options.chunks, plan, note)
+    report.machine["model"] = options.model
     publish(report, options.out / "interference.json", draw, note)
     if options.json:
         print(json.dumps(report.as_dict()))

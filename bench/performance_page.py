@@ -25,8 +25,9 @@ def made_part(measured: Path) -> str:
     sections = []
     for name, section in SECTIONS.items():
         path = measured / f"{name}.json"
-        if path.is_file():
-            sections += [*section(json.loads(path.read_text(encoding="utf-8"))), ""]
+        report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": []}
+        if report["rows"]:
+            sections += [*section(report), ""]
             if path.with_suffix(".png").is_file():
                 sections += [f"![{name}](measured/{name}.png)", ""]
     return "\n".join([BEGIN, "", *sections, END])

@@ -21,26 +21,31 @@ class Bars:
 
 
 def draw_bars(path: Path, title: str, panels: Sequence[Bars]) -> None:
-    """Writes a PNG. Raises ConfigError when matplotlib is not installed."""
+    """Writes a PNG. Raises ConfigError when there is nothing to draw, or matplotlib is not installed."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.values))
+    if not names:
+        raise ConfigError("nothing was measured")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed: pip install 'kvferry[bench]', or leave --out out") from None
-    figure = Figure(figsize=(max(5.0, 5.2 * len(panels)), 4.2), layout="constrained")
+        raise ConfigError("matplotlib is not installed: pip install 'kvferry[bench]'") from None
+    columns = min(len(panels), 2 if len(panels) % 2 == 0 else 3)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.8 * columns, 4.0 * rows), layout="constrained")
     figure.suptitle(title)
-    names = list(dict.fromkeys(name for panel in panels for name in panel.values))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, number)
         width = 0.8 / len(names)
-        for number, name in enumerate(names):
+        for place_in_group, name in enumerate(names):
             values = panel.values.get(name, ())
             drawn = [(place, value) for place, value in enumerate(values) if value is not None]
-            places = [place + (number - (len(names) - 1) / 2) * width for place, _ in drawn]
-            bars = axes.bar(places, [value for _, value in drawn], width, label=name, color=f"C{number}")
+            places = [place + (place_in_group - (len(names) - 1) / 2) * width for place, _ in drawn]
+            bars = axes.bar(places, [value for _, value in drawn], width, label=name, color=f"C{place_in_group}")
             axes.bar_label(bars, fmt="%.3g", fontsize=6)
         axes.set_xticks(range(len(panel.groups)), panel.groups, fontsize=7)
         axes.set_ylabel(panel.unit)
         axes.set_title(panel.title, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(fontsize=7, frameon=False)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -97,7 +97,14 @@ def serve(
 ) -> Report:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     shape = ServeShape(model_dir, precision, cores, clients, PROMPT_TOKENS + ANSWER_TOKENS + 16)
-    report = Report({**machine(len(cores)), "precision": precision, "cores": len(cores), "seconds": seconds})
+    report = Report(
+        {
+            **machine(len(cores)),
+            "precision": precision,
+            "cores": len(cores),
+            "seconds": seconds,
+        }
+    )
     prompts = PromptSource(Tokenizer.load(model_dir)).endless(PROMPT_TOKENS)
     with tempfile.TemporaryDirectory(prefix="kvferry-serve-") as folder, ExitStack() as stack:
         servers = start_all(stack, systems, shape, home, Path(folder), report, say)
@@ -263,7 +270,9 @@ def draw(report: Report, path: Path) -> None:
         ["p50", "p99"],
         {name: [row.ttft_ms_p50, row.ttft_ms_p99] for name, row in labels.items()},
     )
-    draw_bars(path, "SmolLM2-135M, closed loop, 256 + 32 tokens", [speed, first, waits])
+    draw_bars(
+        path, f"{report.machine['model']}: closed loop, {PROMPT_TOKENS} + {ANSWER_TOKENS} tokens", [speed, first, waits]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -287,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model_dir = resolve_model(options.model, progress)
     home = PeersHome(options.peers)
     report = serve(model_dir, home, options.systems, options.precision, options.clients, rounds, seconds, note)
+    report.machine["model"] = options.model
     publish(report, options.out / "serve.json", draw, note)
     if options.json:
         print(json.dumps(report.as_dict()))

@@ -131,7 +131,7 @@ def test_a_resting_child_stands_still(tmp_path: Path) -> None:
 def test_a_step_child_is_stopped_between_its_turns(tmp_path: Path) -> None:
     with StepChild("scripted", python(STEPS, "right"), {}, CORES, tmp_path / "log") as child:
         assert child.load(30) == "scripted"
-        times = child.run([[1], [2]], 3)
+        times = child.run([[1], [2]], 3, least_steps=2)
         assert (times.first_s, times.steps_s, times.tokens) == (1.0, [0.5, 0.5], [[7, 7, 7], [7, 7, 7]])
         wait_until(lambda: state_of(child._child.process.pid) == "T")
         assert child.run([[1]], 1).steps_s == []
@@ -140,9 +140,9 @@ def test_a_step_child_is_stopped_between_its_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("row", r"answered with \[3\] in 2 steps"),
-        ("token", r"answered with \[2, 2\] in 2 steps"),
-        ("step", r"answered with \[3, 3\] in 1 steps"),
+        ("row", r"answered with \[3\] in 2 whole steps"),
+        ("token", r"answered with \[2, 2\] in 2 whole steps"),
+        ("step", r"answered with \[3, 3\] in 1 whole steps"),
         ("dies", "has ended; its log ends with: out of memory"),
     ],
 )
@@ -150,4 +150,4 @@ def test_an_answer_of_another_size_is_refused(wrong: str, says: str, tmp_path: P
     with StepChild("scripted", python(STEPS, wrong), {}, CORES, tmp_path / "log") as child:
         child.load(30)
         with pytest.raises(ChildFailedError, match=says):
-            child.run([[1], [2]], 3)
+            child.run([[1], [2]], 3, least_steps=2)

@@ -39,6 +39,8 @@ def test_the_page_holds_what_was_measured() -> None:
 
 def test_nothing_measured_gives_no_section(tmp_path: Path) -> None:
     assert made_part(tmp_path) == f"{BEGIN}\n\n{END}"
+    write(tmp_path / "serve.json", [])
+    assert made_part(tmp_path) == f"{BEGIN}\n\n{END}"
 
 
 def test_every_report_becomes_a_table(tmp_path: Path) -> None:
