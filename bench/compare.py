@@ -30,7 +30,8 @@ from kvferry.bench.prompts import PromptSource
 from kvferry.bench.step_child import StepChild
 from kvferry.bench.step_systems import KVFERRY, SYSTEMS, StepShape
 from kvferry.core import ConfigError
-from kvferry.models import progress_bar, read_config, resolve_model
+from kvferry.models import progress_bar, resolve_model
+from kvferry.resolution import read_config
 from kvferry.text import Tokenizer
 
 PREFILL_TOKENS = 512
