@@ -41,7 +41,7 @@ def _rows_at(pool, scales, place, places, inside, dim: tl.constexpr, scaled: tl.
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _soften(scores, top, total):  # type: ignore[no-untyped-def]
     """One step of a running softmax: the shares, what earlier sums shrink by, the new maximum and total."""
     best = tl.maximum(top, tl.max(scores, 1))

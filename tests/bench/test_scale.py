@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvferry.bench import scale
-from kvferry.models import read_config
+from kvferry.resolution import read_config
 
 
 @pytest.fixture(autouse=True)
