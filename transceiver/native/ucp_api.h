@@ -76,7 +76,7 @@ struct SocketAddress {
 
 struct EndpointParams {
   static constexpr std::uint64_t kAddress = 1 << 0, kErrorMode = 1 << 1, kErrorHandler = 1 << 2;
-  static constexpr int kNone = 0, kPeer = 1;  // kPeer: that the peer has died becomes an error
+  static constexpr int kPeer = 1;  // a peer that dies becomes an error
 
   std::uint64_t field_mask;
   const void* address;

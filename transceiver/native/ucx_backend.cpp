@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <utility>
 
 namespace kvferry {
@@ -16,13 +15,6 @@ constexpr auto kClosePatience = std::chrono::milliseconds(200);
 void* pointer(std::uint64_t addr) { return reinterpret_cast<void*>(addr); }
 
 std::string text_of(ucp::Status status) { return "status " + std::to_string(status); }
-
-// Of this boot of this machine; empty when it cannot be told.
-std::string host_identity() {
-  std::string identity;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), identity);
-  return identity;
-}
 
 // The entry whose range holds all of [addr, addr + nbytes).
 template <typename Map>
@@ -46,12 +38,12 @@ class UcxOperation : public Operation {
     while (batch_->pending != 0 && batch_->failure == ucp::kOk && batch_->owner->progress()) {
     }
     if (batch_->failure != ucp::kOk) return OpState::InDoubt;  // until the fence: the others may still write
-    if (batch_->pending == 0) return state_ = OpState::Done;
-    return batch_->owner->lost(batch_->peer) ? OpState::InDoubt : OpState::Submitted;
+    if (batch_->pending == 0) state_ = OpState::Done;
+    return state_;
   }
 
   std::string error() const override {
-    if (batch_->failure == ucp::kOk) return batch_->pending == 0 ? "" : "the peer is gone";
+    if (batch_->failure == ucp::kOk) return {};
     return "UCX reports " + text_of(batch_->failure) + " (the peer is gone, or its memory)";
   }
 
@@ -65,7 +57,7 @@ class UcxOperation : public Operation {
 }  // namespace
 
 UcxBackend::UcxBackend(const std::string& library_path, std::string incarnation)
-    : api_(ucp::library(library_path)), incarnation_(std::move(incarnation)), host_(host_identity()) {
+    : api_(ucp::library(library_path)), incarnation_(std::move(incarnation)) {
   ucp::Params params{};
   params.field_mask = ucp::Params::kFeatures;
   params.features = ucp::Params::kRemoteMemory | ucp::Params::kActiveMessages;
@@ -97,7 +89,6 @@ void UcxBackend::deregister_memory(std::uint64_t addr, std::uint64_t nbytes) {
 std::string UcxBackend::metadata() {
   UcxMetadata described;
   described.incarnation = incarnation_;
-  described.host = host_;
   ucp::WorkerAttributes attributes{};
   attributes.field_mask = ucp::WorkerAttributes::kAddress;
   check("describe itself", api_.worker_query(worker(), &attributes));
@@ -136,7 +127,7 @@ std::unique_ptr<Operation> UcxBackend::submit(Direction direction, const std::st
     holder(regions_, copy.local, copy.nbytes, "here");
     holder(reached.regions, copy.remote, copy.nbytes, "there");
   }
-  auto batch = std::make_shared<Batch>(this, peer);
+  auto batch = std::make_shared<Batch>(this);
   batches_.insert(batch);
   post(direction, reached, copies, *batch);
   auto operation = std::make_unique<UcxOperation>(std::move(batch));
@@ -154,13 +145,13 @@ void UcxBackend::post(Direction direction, const Peer& peer, const std::vector<C
     params.memory = holder(regions_, copy.local, copy.nbytes, "here").memory;
     const ucp::Handle key = holder(peer.regions, copy.remote, copy.nbytes, "there").key;
     took(batch, direction == Direction::Read
-                    ? api_.get_nbx(peer.memory_endpoint(), pointer(copy.local), copy.nbytes, copy.remote, key, &params)
-                    : api_.put_nbx(peer.memory_endpoint(), pointer(copy.local), copy.nbytes, copy.remote, key, &params));
+                    ? api_.get_nbx(peer.endpoint, pointer(copy.local), copy.nbytes, copy.remote, key, &params)
+                    : api_.put_nbx(peer.endpoint, pointer(copy.local), copy.nbytes, copy.remote, key, &params));
     if (batch.failure != ucp::kOk) return;
   }
   if (direction == Direction::Write) {  // a write is done here before it is done there
     params.op_attr_mask = ucp::RequestParams::kCallback | ucp::RequestParams::kUserData;
-    took(batch, api_.ep_flush_nbx(peer.memory_endpoint(), &params));
+    took(batch, api_.ep_flush_nbx(peer.endpoint, &params));
   }
 }
 
@@ -208,12 +199,8 @@ void UcxBackend::reap() {
   std::erase_if(sending_, [](const Sending& sending) { return sending.ended; });
   std::erase_if(batches_, [](const std::shared_ptr<Batch>& batch) { return batch->pending == 0; });
   std::erase_if(closing_, [this](const Closing& closing) {
-    for (const ucp::StatusPointer request : closing.requests) {
-      if (request != nullptr && api_.request_check_status(request) == ucp::kInProgress) return false;
-    }
-    for (const ucp::StatusPointer request : closing.requests) {
-      if (request != nullptr) api_.request_free(request);
-    }
+    if (closing.request != nullptr && api_.request_check_status(closing.request) == ucp::kInProgress) return false;
+    if (closing.request != nullptr) api_.request_free(closing.request);
     for (const auto& [addr, region] : closing.peer->regions) api_.rkey_destroy(region.key);
     return true;
   });
@@ -276,28 +263,19 @@ void UcxBackend::destroy_worker() {
   sending_.clear();
 }
 
-ucp::Handle UcxBackend::create_endpoint(const std::string& address, Peer& peer, int error_mode) {
-  ucp::EndpointParams params{};
-  params.field_mask =
-      ucp::EndpointParams::kAddress | ucp::EndpointParams::kErrorMode | ucp::EndpointParams::kErrorHandler;
-  params.address = address.data();
-  params.error_mode = error_mode;
-  params.error_handler = {&UcxBackend::failed, &peer};
-  ucp::Handle endpoint = nullptr;
-  check("reach a peer", api_.ep_create(worker(), &params, &endpoint));
-  return endpoint;
-}
-
 void UcxBackend::connect(const std::string& peer, const UcxMetadata& found, const std::string& metadata) {
   auto added = std::make_unique<Peer>();
   added->metadata = metadata;
-  added->endpoint = create_endpoint(found.address, *added, ucp::EndpointParams::kPeer);
-  if (!host_.empty() && found.host == host_) {
-    added->direct = create_endpoint(found.address, *added, ucp::EndpointParams::kNone);
-  }
+  ucp::EndpointParams params{};
+  params.field_mask =
+      ucp::EndpointParams::kAddress | ucp::EndpointParams::kErrorMode | ucp::EndpointParams::kErrorHandler;
+  params.address = found.address.data();
+  params.error_mode = ucp::EndpointParams::kPeer;
+  params.error_handler = {&UcxBackend::failed, added.get()};
+  check("reach a peer", api_.ep_create(worker(), &params, &added->endpoint));
   for (const UcxRegion& region : found.regions) {
     ucp::Handle key = nullptr;
-    const ucp::Status status = api_.ep_rkey_unpack(added->memory_endpoint(), region.key.data(), &key);
+    const ucp::Status status = api_.ep_rkey_unpack(added->endpoint, region.key.data(), &key);
     if (status != ucp::kOk) {
       close_endpoint(std::move(added));
       check("reach a peer's memory", status);
@@ -311,20 +289,9 @@ void UcxBackend::connect(const std::string& peer, const UcxMetadata& found, cons
 void UcxBackend::close_endpoint(std::unique_ptr<Peer> peer) {
   ucp::RequestParams params{};
   params.op_attr_mask = ucp::RequestParams::kFlags;
-  std::vector<ucp::StatusPointer> requests;
-  for (const ucp::Handle endpoint : {peer->direct, peer->endpoint}) {
-    if (endpoint == nullptr) continue;
-    // Without error handling there is no force: what is under way ends by itself, or with the worker.
-    params.flags = endpoint == peer->direct ? 0 : ucp::RequestParams::kForceClose;
-    const ucp::StatusPointer request = api_.ep_close_nbx(endpoint, &params);
-    requests.push_back(ucp::is_error(request) ? nullptr : request);
-  }
-  closing_.push_back({std::move(peer), std::move(requests)});
-}
-
-bool UcxBackend::lost(const std::string& peer) const {
-  const auto found = peers_.find(peer);
-  return found != peers_.end() && found->second->failure != ucp::kOk;
+  params.flags = ucp::RequestParams::kForceClose;
+  const ucp::StatusPointer request = api_.ep_close_nbx(peer->endpoint, &params);
+  closing_.push_back({std::move(peer), ucp::is_error(request) ? nullptr : request});
 }
 
 void UcxBackend::check(const char* what, ucp::Status status) const {

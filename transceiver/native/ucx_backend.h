@@ -1,6 +1,4 @@
-// UCX's UCP, for host memory: one worker, and per peer an endpoint that notices when it dies. UCX offers such endpoints
-// no copies from process to process, so for a peer on this host there is a second one, for memory only: a copy from a
-// process that has died fails by itself. No thread of its own: the engine's makes progress.
+// UCX's UCP, for host memory: one worker, one endpoint per peer. No thread of its own: the engine's makes progress.
 #pragma once
 
 #include <list>
@@ -37,14 +35,11 @@ class UcxBackend : public Backend {
   // The copies of one operation. UCX's callbacks point at it, so it stays until the last of them, or the worker, is gone.
   struct Batch {
     UcxBackend* owner;  // null once the worker is gone
-    std::string peer;
     std::size_t pending = 0;
     ucp::Status failure = ucp::kOk;
   };
   // Makes progress while there is some to make; whether there was any.
   bool progress();
-  // Whether the peer is known to have died.
-  bool lost(const std::string& peer) const;
 
  private:
   struct Region {
@@ -58,16 +53,12 @@ class UcxBackend : public Backend {
   struct Peer {
     std::string metadata;
     ucp::Handle endpoint = nullptr;
-    ucp::Handle direct = nullptr;  // of a peer on this host: where its memory is reached
-
-    ucp::Handle memory_endpoint() const { return direct != nullptr ? direct : endpoint; }
-
     ucp::Status failure = ucp::kOk;
     std::map<std::uint64_t, Reachable> regions;  // by address
   };
   struct Closing {
     std::unique_ptr<Peer> peer;
-    std::vector<ucp::StatusPointer> requests;  // null when done
+    ucp::StatusPointer request;
   };
   struct Sending {
     const ucp::Library& api;
@@ -77,7 +68,6 @@ class UcxBackend : public Backend {
 
   void create_worker();
   void destroy_worker();
-  ucp::Handle create_endpoint(const std::string& address, Peer& peer, int error_mode);
   void connect(const std::string& peer, const UcxMetadata& found, const std::string& metadata);
   void close_endpoint(std::unique_ptr<Peer> peer);
   void reap();
@@ -95,7 +85,6 @@ class UcxBackend : public Backend {
 
   const ucp::Library& api_;
   const std::string incarnation_;
-  const std::string host_;
   ucp::Handle context_ = nullptr;
   ucp::Handle worker_ = nullptr;
   std::map<std::uint64_t, Region> regions_;  // by address

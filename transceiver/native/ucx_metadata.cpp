@@ -9,7 +9,7 @@ namespace kvferry {
 
 namespace {
 
-constexpr std::string_view kMagic = "kvferry ucx 2\n";
+constexpr std::string_view kMagic = "kvferry ucx 1\n";
 constexpr std::size_t kNumberNbytes = sizeof(std::uint64_t);
 
 // FNV-1a. Tells garbage and truncation, not forgery.
@@ -55,7 +55,6 @@ class Reader {
 std::string encode(const UcxMetadata& metadata) {
   std::string data(kMagic);
   put(data, metadata.incarnation);
-  put(data, metadata.host);
   put(data, metadata.address);
   put(data, metadata.regions.size());
   for (const UcxRegion& region : metadata.regions) {
@@ -72,7 +71,6 @@ UcxMetadata decode(const std::string& data) {
   if (reader.bytes(kMagic.size()) != kMagic) throw BackendError("agent metadata that is no UCX backend's");
   UcxMetadata found;
   found.incarnation = reader.text();
-  found.host = reader.text();
   found.address = reader.text();
   for (std::uint64_t left = reader.number(); left > 0; --left) {
     const std::uint64_t addr = reader.number(), nbytes = reader.number();

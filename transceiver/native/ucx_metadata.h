@@ -15,7 +15,6 @@ struct UcxRegion {
 
 struct UcxMetadata {
   std::string incarnation;
-  std::string host;     // which running kernel
   std::string address;
   std::vector<UcxRegion> regions;
 };

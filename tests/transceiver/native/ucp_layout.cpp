@@ -47,7 +47,6 @@ SAME_FIELD(EndpointParams, ucp_ep_params_t, error_handler.argument, err_handler.
 SAME_VALUE(EndpointParams::kAddress, UCP_EP_PARAM_FIELD_REMOTE_ADDRESS);
 SAME_VALUE(EndpointParams::kErrorMode, UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE);
 SAME_VALUE(EndpointParams::kErrorHandler, UCP_EP_PARAM_FIELD_ERR_HANDLER);
-SAME_VALUE(EndpointParams::kNone, UCP_ERR_HANDLING_MODE_NONE);
 SAME_VALUE(EndpointParams::kPeer, UCP_ERR_HANDLING_MODE_PEER);
 
 static_assert(sizeof(MapParams) <= sizeof(ucp_mem_map_params_t));
