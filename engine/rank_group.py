@@ -81,9 +81,9 @@ class RankGroup:
     def send(self, x: torch.Tensor, rank: int) -> None:
         _wait(self._world.send([x.contiguous()], rank, 0))
 
-    def receive(self, rows: int, columns: int, rank: int) -> torch.Tensor:
-        """float32 [rows, columns] from `rank`."""
-        x = torch.empty(rows, columns, device=self._device)
+    def receive(self, rows: int, columns: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[rows, columns] from `rank`, which must send just that."""
+        x = torch.empty(rows, columns, dtype=dtype, device=self._device)
         _wait(self._world.recv([x], rank, 0))
         return x
 

@@ -181,7 +181,7 @@ def load_stage(model_dir: Path, settings: EngineSettings, rank: int, group: Rank
     model = load_model(model_dir, operators, dtype, device, shard=shard, collectives=group)
     between = settings.pipeline_parallel > 1
     hidden = count(text_config(read_config(model_dir)), "hidden_size") if between else 0
-    return Stage(model, torch.device(device), kernels, hidden, shard, group)
+    return Stage(model, torch.device(device), kernels, hidden, dtype, shard, group)
 
 
 def plan_step(chunks: Seq[StepPart], groups: int) -> StepPlan:

@@ -18,12 +18,14 @@ from kvferry.models import WHOLE, CausalLM, ForwardBatch, Shard
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """group: None in a worker of one rank. hidden_size: of the model, where there are several stages."""
+    """group: None in a worker of one rank. hidden_size, dtype: of hidden states, where there are several
+    stages."""
 
     model: CausalLM
     device: torch.device
     kernels: Kernels
     hidden_size: int
+    dtype: torch.dtype = torch.float32
     shard: Shard = WHOLE
     group: RankGroup | None = None
 
@@ -52,7 +54,8 @@ class Stage:
     def _batch(self, plan: StepPlan, pools: Sequence[KVPool]) -> ForwardBatch:
         hidden = None
         if self.group is not None and not self.shard.first_stage:
-            hidden = self.group.receive(len(plan.token_ids), self.hidden_size, self.shard.rank - self.shard.tp_size)
+            sender = self.shard.rank - self.shard.tp_size
+            hidden = self.group.receive(len(plan.token_ids), self.hidden_size, sender, self.dtype)
         return ForwardBatch(
             token_ids=torch.tensor(plan.token_ids, device=self.device),
             positions=torch.tensor(plan.positions, device=self.device),
