@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from kvferry.core import KVEventBatch
 from kvferry.kvcache import KVEventLog
@@ -12,7 +12,7 @@ BATCH_WAIT_S = 0.02
 """How long events are collected before they are sent."""
 
 
-async def event_batches(log: KVEventLog, stream: str, after: int) -> AsyncIterator[KVEventBatch]:
+async def event_batches(log: KVEventLog, stream: str, after: int) -> AsyncGenerator[KVEventBatch, None]:
     """What a reader lacks who has read `stream` up to `after`, then what happens, without end. Nothing is queued for a
     slow reader: it gets what the log still has, or a snapshot. Runs on the loop."""
     loop = asyncio.get_running_loop()

@@ -170,7 +170,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, "this worker keeps no KV events: set kv_cache.event_capacity"
             )
-            return
         async with aclosing(event_batches(self._events, request.stream, request.after)) as batches:
             async for batch in batches:
                 for message in cache_codec.events_to_wire(batch):
