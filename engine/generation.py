@@ -189,7 +189,8 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         else:
             # What is loaded starts at a block: copying a part of one first would save little. Without its first output
             # token, all that is known of a sequence may be found here.
-            cache = self._open_cache(sequence, 0, 1 if arrival.whole else 0, loads=True)
+            in_one = arrival.whole and len(arrival.parts) == 1
+            cache = self._open_cache(sequence, 0, 1 if arrival.whole else 0, loads=in_one, in_parts=not in_one)
         if cache is None:
             return False
         sequence.attach(cache)
@@ -313,7 +314,10 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         sequence.transferred_bytes += arrival.nbytes
         if arrival.in_part:
             sequence.cache.keep_private()
-        sequence.cache.advance(len(sequence.tokens) - 1)
+        # What a window had dropped at the source did not come. An advance keeps blocks that it made stale for the
+        # commit to publish; the second one lets go of them before that.
+        for _ in range(2):
+            sequence.cache.advance(len(sequence.tokens) - 1)
         sequence.cache.commit(sequence.tokens)
         self._take_snapshot(sequence)
         sequence.mark("loaded")

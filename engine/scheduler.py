@@ -192,16 +192,23 @@ class BatchScheduler(ABC, Generic[L]):
         return sequence.cache is not None or self.manager.prefetch(sequence.request.scope, sequence.tokens)
 
     def _open_cache(
-        self, sequence: Sequence[L], min_partial: int, uncomputed: int = 1, *, loads: bool = False
+        self,
+        sequence: Sequence[L],
+        min_partial: int,
+        uncomputed: int = 1,
+        *,
+        loads: bool = False,
+        in_parts: bool = False,
     ) -> KVCache | None:
         """A cache with room for every token so far; None when there are too few free blocks. min_partial: see
         `KVCacheManager.open`. uncomputed: how many tokens are not to be found in it, whatever is cached. loads: whether
-        the others come from elsewhere, so that a window needs room for what the last token looks at only."""
+        the others come from elsewhere at once, so that a window needs room for what the last token looks at only.
+        in_parts: whether they come bit by bit, each with what a window held then, so that it needs room for all."""
         tokens, scope = sequence.tokens, sequence.request.scope
         loaded = len(tokens) - uncomputed if loads else 0
         cache = self.manager.open(scope, tokens, max_reuse=len(tokens) - uncomputed, min_partial=min_partial)
         try:
-            cache.reserve(len(tokens), loaded=loaded, ahead=self._settings.step_token_budget)
+            cache.reserve(len(tokens), loaded=loaded, ahead=None if in_parts else self._settings.step_token_budget)
         except OutOfBlocksError:
             cache.close()
             return None

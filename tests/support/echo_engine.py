@@ -63,6 +63,9 @@ class EchoRunner:
     fail: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
     steps: list[int] = field(default_factory=list)
 
+    def settle_pages(self) -> None:
+        """One rank: nobody else to tell."""
+
     def execute(self, chunks: Sequence[Chunk], pools: Sequence[KVPool]) -> list[Sampled | None]:
         if self.fail(chunks):
             raise RuntimeError("injected")
