@@ -62,7 +62,7 @@ def test_servers_are_measured_in_turns_and_stopped(
     assert good["failed"] == 0
     assert good["requests"] >= 4
     assert good["output_tokens_per_s"] > 0
-    assert good["itl_ms_p50"] >= 1e3 * fake_completions.TOKEN_S
+    assert good["itl_ms_p99"] >= 1e3 * fake_completions.TOKEN_S  # a busy client reads several messages at once
     assert good["ttft_ms_p50"] is not None
     assert good["ratio"] == 1.0
     # Two callers in each of two turns, each stopped by its first answer with wrong usage figures.
