@@ -74,8 +74,17 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two at once, for two cores: what computes on one thread, into a file, beside what waits for processes and clocks.
+COMPUTING := $(addprefix tests/,core engine kvcache models resolution router text test_architecture.py)
+COMPUTING_LOG := build/pytest-computing.log
 pytest: setup
-	$(BIN)/pytest
+	@mkdir -p build
+	@echo 'two runs side by side; the one of $(COMPUTING) writes to $(COMPUTING_LOG)'
+	@OMP_NUM_THREADS=1 $(BIN)/pytest $(COMPUTING) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
+	trap 'kill $$computing 2>/dev/null' INT TERM; \
+	$(BIN)/pytest -o cache_dir=build/pytest-cache $(addprefix --ignore=,$(COMPUTING)); first=$$?; \
+	wait $$computing; second=$$?; cat $(COMPUTING_LOG); \
+	[ $$first -eq 0 ] && [ $$second -eq 0 ]
 
 test: setup
 	$(MAKE) --no-print-directory lint

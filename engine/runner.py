@@ -134,6 +134,7 @@ class ModelRunner:
         if self.leader is not None:
             self.leader.settle()
 
+    @torch.inference_mode()
     def execute(self, chunks: Seq[Chunk], pools: Seq[KVPool]) -> list[Sampled | None]:
         """Computes the chunks and samples for those that complete; None for the others.
 

@@ -34,7 +34,7 @@ _LARGEST = {DType.FLOAT8: 448.0, DType.INT8: 127.0}
 
 
 def wire_layouts(layouts: Sequence[KVLayout], wire: WireFormat) -> tuple[KVLayout, ...]:
-    """Raises ConfigError for what has no rows of numbers: a state of a state-space layer."""
+    """Raises ConfigError for what has no rows of numbers, a state of a state-space layer, and for what has 8 bits."""
     return tuple(layouts) if wire is WireFormat.STORED else tuple(_quantised(layout, wire) for layout in layouts)
 
 
@@ -45,7 +45,13 @@ def _quantised(layout: KVLayout, wire: WireFormat) -> KVLayout:
             "states: set it to stored",
             field="transceiver.wire_format",
         )
-    return replace(layout, dtype=_DTYPES[wire], head_dim=layout.head_dim + _SCALE_NBYTES)
+    if layout.dtype.nbytes == 1:
+        raise ConfigError(
+            f"transceiver.wire_format {wire.value}: the cache has 8 bits already (kv_cache.dtype): set it to stored",
+            field="transceiver.wire_format",
+        )
+    dtype = _DTYPES[wire]
+    return replace(layout, dtype=dtype, head_dim=layout.head_dim + _SCALE_NBYTES - dtype.row_scale_nbytes)
 
 
 def encode(stored: KVPool, blocks: Sequence[int], wire: KVPool, slots: Sequence[int]) -> None:

@@ -57,7 +57,7 @@ def test_the_environment_is_read() -> None:
 def test_what_is_not_built_is_a_warning() -> None:
     code, answer = run("--arch", "LlamaForCausalLM", "--beam-width", "4")
     assert (code, answer["error"], answer["implemented"]) == (0, None, False)
-    assert any("beam search is not built in this version" in warning for warning in answer["warnings"])
+    assert any("beam search is served in process only" in warning for warning in answer["warnings"])
 
 
 @pytest.mark.parametrize(

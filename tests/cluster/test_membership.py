@@ -13,7 +13,7 @@ import pytest
 from kvferry.cluster import membership
 from kvferry.cluster.membership import PoolMember
 from kvferry.cluster.worker_service import PeerBook, RankProcess, StatusSource, WorkerIdentity
-from kvferry.core import BlockCounts, Resolution, Role, Source, TransferError
+from kvferry.core import BlockCounts, CacheStatistics, Resolution, Role, Source, TransferError
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 
 PATIENCE_S = 10.0
@@ -23,6 +23,8 @@ class FakeState:
     def __init__(self, healthy: bool = True) -> None:
         self.blocks = BlockCounts(total=8, free=7)
         self.requests = {"running": 1}
+        self.cache = CacheStatistics()
+        self.tiers = ()
         self.healthy = healthy
         self.reason = "" if healthy else "broken"
 

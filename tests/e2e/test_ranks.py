@@ -135,7 +135,8 @@ def test_workers_of_unequal_ranks_are_golden(
                 copies = max(1, decode[0] // 2)
                 assert completed.route["transferred_bytes"] == expected_nbytes(cluster.model_dir, length, copies)
         again = cluster.complete(prompt_of(100, 100), GREEDY)
-        assert again.route["transferred_bytes"] < completed.route["transferred_bytes"] / 4
+        if name == "llama":  # a window came without what an earlier end of the prefix would look back to
+            assert again.route["transferred_bytes"] < completed.route["transferred_bytes"] / 4
         prompts: Sequence[list[int]] = [prompt_of(length, 50 + length) for length in (5, 20, 31, 64, 99, 120)]
         for prompt, completed in zip(prompts, cluster.complete_all(prompts, GREEDY), strict=True):
             assert_golden(model, prompt, completed.token_ids)
@@ -165,8 +166,13 @@ def test_one_rank_killed_ends_the_worker_and_the_next_one_serves(
             cluster.eventually(
                 lambda worker=worker: not _ready(cluster, worker), f"the router still counts on {worker}", within_s=10
             )
-            with pytest.raises(UnavailableError):
-                cluster.complete(prompt_of(20, 1), GREEDY)
+            if worker == "decode-0":
+                with pytest.raises(UnavailableError):
+                    cluster.complete(prompt_of(20, 1), GREEDY)
+            else:  # decode computes prompts itself where nobody else can
+                alone = cluster.complete(prompt_of(20, 1), GREEDY)
+                assert not alone.route["disaggregated"]
+                assert_golden(model, prompt_of(20, 1), alone.token_ids)
             cluster.spawn_worker(worker)
             cluster.await_workers(["prefill-0", "decode-0"])
             assert set(ranks_of(cluster, worker)).isdisjoint(pids)

@@ -129,7 +129,7 @@ def test_a_pool_too_small_for_the_batch_still_finishes(
 
 
 def test_settings_are_named(tiny_llama_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.precision"):
+    with pytest.raises(ConfigError, match="unknown precision 'fp7'"):
         LLM(tiny_llama_dir, precision="fp7")
     with pytest.raises(ConfigError, match=r"max_context_tokens"):
         LLM(tiny_llama_dir, max_context_tokens=10**6)

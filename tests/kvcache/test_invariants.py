@@ -80,22 +80,20 @@ class V2HybridHostMachine(V2HybridMachine):
     core = "python"
 
 
-MACHINES = [
-    V1Machine,
-    V1EverythingMachine,
-    V2Machine,
-    V2HostMachine,
-    V2UniformHostMachine,
-    V2SharedPythonHostMachine,
-    V2HybridHostMachine,
-]
+MACHINES = [V1EverythingMachine, V2HostMachine]
+"""One per manager, which does all that it can: 2,000 histories each."""
 VARIANTS = [
+    V1Machine,
     V1HostMachine,
     V1ConnectorMachine,
+    V2Machine,
     V2UniformMachine,
+    V2UniformHostMachine,
     V2WindowsOnlyMachine,
     V2SharedMachine,
+    V2SharedPythonHostMachine,
     V2HybridMachine,
+    V2HybridHostMachine,
 ]
 
 
@@ -105,7 +103,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external, "PAUSE_S", 0.0)
 
 
-@pytest.mark.timeout(1800)  # half a minute each on a core of its own
+@pytest.mark.timeout(1800)  # a minute or two each on a core of its own
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_step_keeps_the_invariants(machine: type[ManagerMachine], histories: settings) -> None:
     run_state_machine_as_test(machine, settings=histories)

@@ -229,7 +229,7 @@ class ManagerMachine(ManagerModel):
         self.connector.blocks.clear()
         for scope in SCOPES:
             for tokens in SEQUENCES:
-                assert self.manager.match(scope, tokens) <= self._committed_by_live(scope, tokens)
+                assert self.manager.match(scope, tokens) <= self._committed_by_live(scope, tokens, by_forks=True)
 
     @precondition(lambda self: self.closed)
     @rule(which=WHICH, call=WHICH)

@@ -227,12 +227,14 @@ class ManagerModel(RuleBasedStateMachine):
                 slots |= set(live.cache.block_table(group))
         return held
 
-    def _committed_by_live(self, scope: str, tokens: list[int]) -> int:
+    def _committed_by_live(self, scope: str, tokens: list[int], *, by_forks: bool = False) -> int:
+        """by_forks: what a live cache shares with a fork counts too, which the other one may have committed."""
         shared = [0]
         for live in self.live:
             if live.scope == scope:
                 common = next((i for i in range(LENGTH) if live.tokens[i] != tokens[i]), LENGTH)
-                shared.append(min(common // SIZE * SIZE, live.cache.committed))
+                committed = max(live.cache.committed, live.forked * SIZE if by_forks else 0)
+                shared.append(min(common // SIZE * SIZE, committed))
         return max(shared)
 
     def _written(self, group: int, table: BlockTable, history: int) -> Array:

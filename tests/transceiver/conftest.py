@@ -356,7 +356,8 @@ def make_pool(layout: KVLayout, blocks: int, allocate: Callable[[int], torch.Ten
     buffer, generations = take(blocks * layout.slot_nbytes), take(8 * blocks).view(torch.int64)
     buffer.random_(0, 256)
     generations.copy_(torch.arange(100, 100 + blocks))
-    shape = (blocks, len(layout.layers), layout.planes, layout.kv_heads, layout.tokens_per_block, layout.head_dim)
+    row = layout.row_nbytes // layout.dtype.nbytes
+    shape = (blocks, len(layout.layers), layout.planes, layout.kv_heads, layout.tokens_per_block, row)
     integers = {4: torch.int32, 2: torch.int16, 1: torch.int8}[layout.dtype.nbytes]  # no NaN, which differs from itself
     view = buffer.view(integers).view(shape)
     return KVPool(layout, blocks, buffer, view, generations)

@@ -94,7 +94,7 @@ def test_a_wire_format_moves_pools_of_its_own(resolved: Resolution, wire: WireFo
     made = create_transceiver(**arguments(replace(resolved, backend="NIXL"), pools=[pool], wire_format=wire))
     try:
         (moved,) = made.local.layouts
-        assert (moved.dtype, moved.head_dim, moved.kv_heads) == (dtype, 8, 2)
+        assert (moved.dtype, moved.row_nbytes, moved.kv_heads) == (dtype, 8, 2)
         assert made.local.pools[0].addr != pool.region.addr
         assert made.local.pools[0].nbytes == pool.region.nbytes // 2
     finally:

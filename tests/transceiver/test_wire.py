@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.core import AxisOrder, BlockTable, DType, GroupKind, KVLayout, OverloadedError, Role, TokenRange
+from kvferry.core import (
+    AxisOrder,
+    BlockTable,
+    ConfigError,
+    DType,
+    GroupKind,
+    KVLayout,
+    OverloadedError,
+    Role,
+    TokenRange,
+)
 from kvferry.kvcache import KVPool
 from kvferry.kvcache.pool import build_pool
 from kvferry.transceiver import IncompatiblePeerError, LoadResult, WireFormat
@@ -191,3 +201,12 @@ def test_peers_of_different_wire_formats_are_refused_by_name(join: Join) -> None
     decode_side = join(Role.DECODE, "d:1", wire=WireFormat.INT8)
     with pytest.raises(IncompatiblePeerError, match=r"int8.*float8_e4m3fn|float8_e4m3fn.*int8"):
         decode_side.transceiver.connect("p:1")
+
+
+@pytest.mark.parametrize("wire", [WireFormat.INT8, WireFormat.FP8])
+def test_a_cache_of_8_bits_travels_as_it_is(wire: WireFormat) -> None:
+    layout = replace(LAYOUT, dtype=DType.INT8)
+    assert wire_layouts([layout], WireFormat.STORED) == (layout,)
+    with pytest.raises(ConfigError, match="has 8 bits already") as caught:
+        wire_layouts([layout], wire)
+    assert caught.value.field == "transceiver.wire_format"

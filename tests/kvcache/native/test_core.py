@@ -81,13 +81,13 @@ def test_what_cannot_be_is_refused(call: Callable[[], object], error: type[Excep
 def test_broken_invariants_are_assertion_errors() -> None:
     ledger = core.Ledger([("all", 0, 4)], 4, True)
     cache = ledger.open(bytes(32), array("I"), 0)
-    cache.grow(2)
+    cache.grow(2, 2)
     hold = cache.pin(2)
     hold.release()
     with pytest.raises(AssertionError, match="released twice"):
         hold.release()
     with pytest.raises(AssertionError, match="nothing is cached"):
-        cache.grow(5)
+        cache.grow(5, 5)
     cache.close()
     with pytest.raises(AssertionError, match="closed twice"):
         cache.close()
