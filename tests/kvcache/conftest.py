@@ -13,7 +13,7 @@ from kvferry.kvcache import KVCache, KVCacheManager, create_manager
 # Random histories per state machine; `make fuzz` selects the deeper profile.
 settings.register_profile("fuzz", max_examples=20_000)
 SEQUENCES = 2_000
-FEW = 250
+FEW = 100
 
 MakeManager = Callable[..., KVCacheManager]
 Serve = Callable[..., KVCache]
