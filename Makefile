@@ -16,11 +16,12 @@ DEPS_STAMP := .venv/.dependencies-stamp
 STAMP := .venv/.setup-stamp
 TYPES_STAMP := build/types/.stamp
 
-.PHONY: help setup types lint format typecheck pytest test fuzz demo bench bench-peers sanitize lock clean
+.PHONY: help setup types lint format typecheck pytest test test-slow fuzz demo bench bench-peers sanitize lock clean
 help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
 	@echo 'make test    setup, linters, type checks, tests'
+	@echo 'make test-slow   what takes many processes or many random histories'
 	@echo 'make fuzz    many more random histories of the KV cache managers; takes an hour'
 	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
 	@echo 'make bench-peers   llama.cpp and vLLM into .venv-peers, for kvferry bench compare | serve | interference'
@@ -85,6 +86,9 @@ pytest: setup
 	$(BIN)/pytest -o cache_dir=build/pytest-cache $(addprefix --ignore=,$(COMPUTING)); first=$$?; \
 	wait $$computing; second=$$?; cat $(COMPUTING_LOG); \
 	[ $$first -eq 0 ] && [ $$second -eq 0 ]
+
+test-slow: setup
+	$(BIN)/pytest -m slow
 
 test: setup
 	$(MAKE) --no-print-directory lint

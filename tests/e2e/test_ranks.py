@@ -92,14 +92,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-PAIRS: list[tuple[str, Sizes, Sizes]] = [
+PAIRS = [
     ("llama", (2, 1), (1, 1)),
     ("llama", (1, 1), (2, 1)),
     ("llama", (2, 1), (1, 2)),
     ("llama", (1, 2), (1, 1)),
-    ("llama", (1, 2), (2, 2)),
+    pytest.param("llama", (1, 2), (2, 2), marks=pytest.mark.slow),
     ("llama", (2, 1), (4, 1)),  # kv heads are copied to two ranks each
-    ("gemma3", (1, 2), (2, 1)),  # windows, and two layer groups on every stage
+    pytest.param("gemma3", (1, 2), (2, 1), marks=pytest.mark.slow),  # windows, and two layer groups on every stage
 ]
 
 

@@ -69,11 +69,11 @@ def alive(pid: int) -> bool:
     [
         ("llama", "V2", 2, 1),
         ("llama", "V1", 1, 2),
-        ("llama", "V2", 2, 2),
+        pytest.param(*("llama", "V2", 2, 2), marks=pytest.mark.slow),
         ("llama", "V2", 4, 1),  # two ranks hold copies of each kv head
-        ("gemma3", "V2", 2, 2),  # two layer groups on each of two stages
-        ("mistral", "V2", 2, 1),
-        ("qwen3_moe", "V1", 2, 1),
+        pytest.param(*("gemma3", "V2", 2, 2), marks=pytest.mark.slow),  # two layer groups on each of two stages
+        pytest.param(*("mistral", "V2", 2, 1), marks=pytest.mark.slow),
+        pytest.param(*("qwen3_moe", "V1", 2, 1), marks=pytest.mark.slow),
     ],
 )
 def test_ranks_say_what_one_rank_says(
@@ -143,7 +143,9 @@ def test_a_pool_too_small_preempts_and_stays_golden(model_dir: Any, reference: A
             assert_golden(model, prompt, result.token_ids)
 
 
-@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (3, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("victim", "number"), [(1, signal.SIGKILL), pytest.param(3, signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_takes_the_worker_with_it(victim: int, number: int, model_dir: Any) -> None:
     llm = LLM(model_dir("llama"), kv_bytes=4 << 20, threads=1, tensor_parallel=2, pipeline_parallel=2)
     try:

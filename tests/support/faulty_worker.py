@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import kvferry.transceiver.nixl as nixl
@@ -53,8 +54,8 @@ class _Ear:
 def _install(ear: _Ear) -> None:
     make_agent, execute = nixl.NixlAgent, ModelRunner.execute
 
-    def faulty(incarnation: str) -> Agent:
-        ear.agent = FaultyAgent(make_agent(incarnation))
+    def faulty(incarnation: str, plugins: Sequence[str]) -> Agent:
+        ear.agent = FaultyAgent(make_agent(incarnation, plugins))
         return ear.agent
 
     def run(self: ModelRunner, *arguments: Any) -> Any:

@@ -261,7 +261,14 @@ class SharedLockstep(Lockstep):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", [Lockstep, SharedLockstep])
-def test_both_cores_take_the_same_decisions(machine: type[Lockstep], histories: settings) -> None:
+def test_both_cores_take_the_same_decisions(machine: type[Lockstep], few_histories: settings) -> None:
+    run_state_machine_as_test(machine, settings=few_histories)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("machine", [Lockstep, SharedLockstep])
+def test_both_cores_take_the_same_decisions_for_long(machine: type[Lockstep], histories: settings) -> None:
     run_state_machine_as_test(machine, settings=histories)
 
 
