@@ -5,8 +5,6 @@ Every system runs in a process of its own, which is stopped while another has it
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -15,22 +13,21 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.bounds import Bounds, ModelSize, best, decode_bound_s, measure_bounds, prefill_bound_s
 from kvferry.bench.child import ChildFailedError
+from kvferry.bench.comparison import chosen_model, comparison_parser, conclude
 from kvferry.bench.figures import LeftOut, Report, percentile_ms
-from kvferry.bench.flags import counts, names, note, positive, publish
+from kvferry.bench.flags import counts, names, note, positive
 from kvferry.bench.floor import machine
-from kvferry.bench.peers.home import DEFAULT_HOME, PeersHome
+from kvferry.bench.peers.home import PeersHome
 from kvferry.bench.peers.step_loop import StepTimes, Tokens
 from kvferry.bench.pictures import Bars, draw_bars
 from kvferry.bench.prompts import PromptSource
 from kvferry.bench.step_child import StepChild
 from kvferry.bench.step_systems import KVFERRY, SYSTEMS, StepShape
 from kvferry.core import ConfigError
-from kvferry.models import progress_bar, resolve_model
 from kvferry.resolution import read_config
 from kvferry.text import Tokenizer
 
@@ -320,29 +317,14 @@ def _speed(rows: Iterable[CompareRow], system: str, workload: str) -> float | No
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="kvferry bench compare", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="a known name, a model directory or a .gguf file")
-    parser.add_argument("--systems", type=names, default=list(SYSTEMS.names()), help="comma-separated")
+    parser = comparison_parser("compare", __doc__, SYSTEMS, "fewer rounds and steps")
     parser.add_argument("--precision", type=names, default=["fp32"], help="fp32, int8 or both, comma-separated")
     parser.add_argument("--threads", type=counts, default=[1, 2], help="comma-separated numbers of threads")
     parser.add_argument("--rounds", type=positive, help="turns of every system in every workload")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
-    parser.add_argument("--peers", type=Path, default=DEFAULT_HOME, help="where make bench-peers put them")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for compare.json and compare.png")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     effort = QUICK if options.quick else FULL
     if options.rounds:
         effort = Effort(options.rounds, effort.steps)
-    for name in options.systems:
-        SYSTEMS.get(name)
-    with progress_bar() as progress:
-        model_dir = resolve_model(options.model, progress)
-    home = PeersHome(options.peers)
+    model_dir, home = chosen_model(options, SYSTEMS), PeersHome(options.peers)
     report = compare(model_dir, home, options.systems, options.precision, options.threads, effort, note)
-    report.machine["model"] = options.model
-    publish(report, options.out / "compare.json", draw, note)
-    if options.json:
-        print(json.dumps(report.as_dict()))
-    else:
-        Console().print(as_table(report.rows))
+    conclude(report, options, "compare", draw, as_table)

@@ -6,9 +6,7 @@ those runs once with every chunk size asked for, since a smaller chunk is what t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -17,21 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.child import ChildFailedError
+from kvferry.bench.comparison import chosen_model, comparison_parser, conclude
 from kvferry.bench.figures import LeftOut, Report, percentile_ms
-from kvferry.bench.flags import counts, names, note, publish
+from kvferry.bench.flags import counts, note
 from kvferry.bench.floor import machine
 from kvferry.bench.load import Ask, Call, CallFailedError, Client, Window
-from kvferry.bench.peers.home import DEFAULT_HOME, PeersHome
+from kvferry.bench.peers.home import PeersHome
 from kvferry.bench.pictures import Bars, draw_bars
 from kvferry.bench.prompts import PromptSource
 from kvferry.bench.serve import milliseconds
 from kvferry.bench.servers import KVFERRY_PAIR, SERVERS, ServeShape
 from kvferry.core import ConfigError
-from kvferry.models import progress_bar, resolve_model
 from kvferry.text import Tokenizer
 
 STREAMS = 4
@@ -300,29 +297,14 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="kvferry bench interference", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="a known name, a model directory or a .gguf file")
-    parser.add_argument("--systems", type=names, default=list(SERVERS.names()), help="comma-separated")
+    parser = comparison_parser("interference", __doc__, SERVERS, "shorter")
     parser.add_argument("--precision", default="fp32", help="fp32 or int8")
     parser.add_argument("--chunks", type=counts, default=[64, 256], help="comma-separated; of servers that share cores")
     parser.add_argument("--seconds", type=float, help="with long prompts, per server and chunk size")
     parser.add_argument("--every", type=float, default=3.0, help="seconds between two long prompts")
-    parser.add_argument("--quick", action="store_true", help="shorter")
-    parser.add_argument("--peers", type=Path, default=DEFAULT_HOME, help="where make bench-peers put them")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for interference.json and .png")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     seconds = options.seconds or (24.0 if options.quick else 60.0)
-    for name in options.systems:
-        SERVERS.get(name)
-    with progress_bar() as progress:
-        model_dir = resolve_model(options.model, progress)
     plan = Plan(alone_s=min(8.0, seconds / 3), seconds=seconds, every_s=options.every)
-    home = PeersHome(options.peers)
+    model_dir, home = chosen_model(options, SERVERS), PeersHome(options.peers)
     report = measure(model_dir, home, options.systems, options.precision, options.chunks, plan, note)
-    report.machine["model"] = options.model
-    publish(report, options.out / "interference.json", draw, note)
-    if options.json:
-        print(json.dumps(report.as_dict()))
-    else:
-        Console().print(as_table(report.rows))
+    conclude(report, options, "interference", draw, as_table)

@@ -5,9 +5,7 @@ All servers are up on the same cores, and one at a time has work; turns alternat
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -16,21 +14,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.child import ChildFailedError
 from kvferry.bench.compare import alternated
+from kvferry.bench.comparison import chosen_model, comparison_parser, conclude
 from kvferry.bench.figures import LeftOut, Report, percentile_ms
-from kvferry.bench.flags import names, note, positive, publish
+from kvferry.bench.flags import note, positive
 from kvferry.bench.floor import machine
 from kvferry.bench.load import Window, closed_loop
-from kvferry.bench.peers.home import DEFAULT_HOME, PeersHome
+from kvferry.bench.peers.home import PeersHome
 from kvferry.bench.pictures import Bars, draw_bars
 from kvferry.bench.prompts import PromptSource
 from kvferry.bench.servers import KVFERRY_AGGREGATED, KVFERRY_PAIR, SERVERS, Server, ServeShape
 from kvferry.core import ConfigError
-from kvferry.models import progress_bar, resolve_model
 from kvferry.text import Tokenizer
 
 PROMPT_TOKENS = 256
@@ -276,29 +273,14 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="kvferry bench serve", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="a known name, a model directory or a .gguf file")
-    parser.add_argument("--systems", type=names, default=list(SERVERS.names()), help="comma-separated")
+    parser = comparison_parser("serve", __doc__, SERVERS, "shorter turns")
     parser.add_argument("--precision", default="fp32", help="fp32 or int8")
     parser.add_argument("--clients", type=positive, default=8)
     parser.add_argument("--rounds", type=positive, help="turns of every server")
     parser.add_argument("--seconds", type=float, help="of one turn")
-    parser.add_argument("--quick", action="store_true", help="shorter turns")
-    parser.add_argument("--peers", type=Path, default=DEFAULT_HOME, help="where make bench-peers put them")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for serve.json and serve.png")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     rounds = options.rounds or (2 if options.quick else 4)
     seconds = options.seconds or (12.0 if options.quick else 25.0)
-    for name in options.systems:
-        SERVERS.get(name)
-    with progress_bar() as progress:
-        model_dir = resolve_model(options.model, progress)
-    home = PeersHome(options.peers)
+    model_dir, home = chosen_model(options, SERVERS), PeersHome(options.peers)
     report = serve(model_dir, home, options.systems, options.precision, options.clients, rounds, seconds, note)
-    report.machine["model"] = options.model
-    publish(report, options.out / "serve.json", draw, note)
-    if options.json:
-        print(json.dumps(report.as_dict()))
-    else:
-        Console().print(as_table(report.rows))
+    conclude(report, options, "serve", draw, as_table)
