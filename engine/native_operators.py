@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from kvferry.engine.weight_memory import WeightMemory
 from kvferry.models import Linear, PlainLinear
 from kvferry.models.operators import rms_norm as torch_rms_norm
 from kvferry.models.operators import silu_product as torch_silu_product
+
+_Kernel = Callable[[int, int, int, int, int, int, int, int, int, bool, int], None]
+"""`kernels.linear`, or one with the same arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +29,33 @@ class NativeLinear:
     columns: int
 
     def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        x, y = _rows_in_place(x, self.columns), _results(add_to, x.shape[0], self.outputs)
-        kernels.linear(
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            self.columns,
-            self.packed.data_ptr(),
-            0 if self.bias is None else self.bias.data_ptr(),
-            y.data_ptr(),
-            y.stride(0),
-            self.outputs,
-            add_to is not None,
-            torch.get_num_threads(),
-        )
-        return y
+        return _apply(kernels.linear, self, x, add_to)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeInt8Linear(NativeLinear):
+    """The same over int8; packed: the values beside their scales."""
+
+    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        return _apply(kernels.linear_int8, self, x, add_to)
+
+
+def _apply(kernel: _Kernel, linear: NativeLinear, x: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+    x, y = _rows_in_place(x, linear.columns), _results(add_to, x.shape[0], linear.outputs)
+    kernel(
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        linear.columns,
+        linear.packed.data_ptr(),
+        0 if linear.bias is None else linear.bias.data_ptr(),
+        y.data_ptr(),
+        y.stride(0),
+        linear.outputs,
+        add_to is not None,
+        torch.get_num_threads(),
+    )
+    return y
 
 
 def _rows_in_place(x: torch.Tensor, columns: int) -> torch.Tensor:
@@ -57,34 +73,6 @@ class NativePacker:
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return pack_native(weight, bias, self.memory) if weight.dtype == torch.float32 else PlainLinear(weight, bias)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeInt8Linear:
-    """packed: int8 values beside their scales, in panels; nothing keeps the plain weight. A row's results depend on
-    nothing else in the batch, nor on the number of rows or threads."""
-
-    packed: torch.Tensor
-    bias: torch.Tensor | None
-    outputs: int
-    columns: int
-
-    def __call__(self, x: torch.Tensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        x, y = _rows_in_place(x, self.columns), _results(add_to, x.shape[0], self.outputs)
-        kernels.linear_int8(
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            self.columns,
-            self.packed.data_ptr(),
-            0 if self.bias is None else self.bias.data_ptr(),
-            y.data_ptr(),
-            y.stride(0),
-            self.outputs,
-            add_to is not None,
-            torch.get_num_threads(),
-        )
-        return y
 
 
 def _results(add_to: torch.Tensor | None, rows: int, outputs: int) -> torch.Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import instruction_set, two_threads  # noqa: F401 - fixtures that every test here uses
 
 from kvferry.engine.int8 import GROUP, quantise_rows, quantise_weight
 from kvferry.engine.native import kernels
@@ -17,22 +16,6 @@ from kvferry.models import PlainLinear
 
 PACK = NativeInt8Packer(WeightMemory())
 SEEDS = st.integers(0, 1 << 30)
-
-
-@pytest.fixture(autouse=True, scope="module", params=kernels.available())
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = kernels.selected()
-    assert kernels.use(request.param)
-    yield
-    kernels.use(before)
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

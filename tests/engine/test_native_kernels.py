@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import instruction_set, two_threads  # noqa: F401 - fixtures that every test here uses
 
 from kvferry.core import AxisOrder, DType, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention
@@ -23,22 +23,6 @@ from kvferry.models import operators as torch_kinds
 
 PACK = NativePacker(WeightMemory())
 SEEDS = st.integers(0, 1 << 30)
-
-
-@pytest.fixture(autouse=True, scope="module", params=kernels.available())
-def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = kernels.selected()
-    assert kernels.use(request.param)
-    yield
-    kernels.use(before)
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_one_openmp_runtime() -> None:
