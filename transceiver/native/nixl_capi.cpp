@@ -1,30 +1,12 @@
 #include "nixl_capi.h"
 
-#include <dlfcn.h>
-
-#include <map>
-#include <memory>
-#include <mutex>
-
-#include "backend.h"
+#include "dynamic_library.h"
 
 namespace kvferry::nixl {
 
-namespace {
-
-template <typename Function>
-void bind(void* loaded, Function& function, const char* name) {
-  const std::string symbol = std::string("nixl_capi_") + name;
-  function = reinterpret_cast<Function>(dlsym(loaded, symbol.c_str()));
-  if (function == nullptr) throw LibraryError("the installed NIXL lacks " + symbol);
-}
-
-}  // namespace
-
 Library::Library(const std::string& path) {
-  void* loaded = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (loaded == nullptr) throw LibraryError(std::string("NIXL cannot be loaded: ") + dlerror());
-#define KVFERRY_BIND(name) bind(loaded, name, #name)
+  void* loaded = open_library(path, "NIXL");
+#define KVFERRY_BIND(name) bind_symbol(loaded, name, "nixl_capi_" #name, "NIXL")
   KVFERRY_BIND(create_configured_agent);
   KVFERRY_BIND(destroy_agent);
   KVFERRY_BIND(get_local_md);
@@ -61,13 +43,6 @@ Library::Library(const std::string& path) {
 #undef KVFERRY_BIND
 }
 
-const Library& library(const std::string& path) {
-  static std::mutex mutex;
-  static auto* const loaded = new std::map<std::string, std::unique_ptr<Library>>();
-  const std::scoped_lock lock(mutex);
-  auto& entry = (*loaded)[path];
-  if (!entry) entry = std::make_unique<Library>(path);
-  return *entry;
-}
+const Library& library(const std::string& path) { return load_once<Library>(path); }
 
 }  // namespace kvferry::nixl

@@ -1,30 +1,12 @@
 #include "ucp_api.h"
 
-#include <dlfcn.h>
-
-#include <map>
-#include <memory>
-#include <mutex>
-
-#include "backend.h"
+#include "dynamic_library.h"
 
 namespace kvferry::ucp {
 
-namespace {
-
-template <typename Function>
-void bind(void* loaded, Function& function, const char* name) {
-  const std::string symbol = std::string("ucp_") + name;
-  function = reinterpret_cast<Function>(dlsym(loaded, symbol.c_str()));
-  if (function == nullptr) throw LibraryError("the installed UCX lacks " + symbol);
-}
-
-}  // namespace
-
 Library::Library(const std::string& path) {
-  void* loaded = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (loaded == nullptr) throw LibraryError(std::string("UCX cannot be loaded: ") + dlerror());
-#define KVFERRY_BIND(name) bind(loaded, name, #name)
+  void* loaded = open_library(path, "UCX");
+#define KVFERRY_BIND(name) bind_symbol(loaded, name, "ucp_" #name, "UCX")
   KVFERRY_BIND(get_version);
   unsigned major = 0, minor = 0, release = 0;
   get_version(&major, &minor, &release);
@@ -57,13 +39,6 @@ Library::Library(const std::string& path) {
 #undef KVFERRY_BIND
 }
 
-const Library& library(const std::string& path) {
-  static std::mutex mutex;
-  static auto* const loaded = new std::map<std::string, std::unique_ptr<Library>>();
-  const std::scoped_lock lock(mutex);
-  auto& entry = (*loaded)[path];
-  if (!entry) entry = std::make_unique<Library>(path);
-  return *entry;
-}
+const Library& library(const std::string& path) { return load_once<Library>(path); }
 
 }  // namespace kvferry::ucp
