@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -99,8 +100,9 @@ def test_a_peer_that_floods_is_cut(
 ) -> None:
     monkeypatch.setattr(mailbox_module, "_MAX_UNREAD", 10)
     line = MailLine(mailbox.address, "near")
-    for _ in range(20):
-        line.send(b"x")
+    with contextlib.suppress(TransferError):  # the cut may come before the last of them
+        for _ in range(20):
+            line.send(b"x")
     eventually(lambda: not line.alive)
     assert len(mailbox.drain()) == 10
     line.close()
