@@ -357,8 +357,8 @@ class ManagerMachine(ManagerModel):
 
     @invariant()
     def live_prefixes_are_found(self) -> None:
-        if self.drops_stale:
-            return  # what a window let go of may be gone
+        if self.drops_stale or self.states:
+            return  # what a window let go of may be gone; a state is found at snapshots only, which may be evicted
         for live in self.live:
             if live.cache.committed:
                 assert self.manager.match(live.scope, live.tokens) >= live.cache.committed

@@ -8,7 +8,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from hatchery import hatchery
 
 from kvferry.cli.client import Completed, GenerationClient, token_request
 from kvferry.cluster.admin_client import AdminClient
@@ -36,19 +36,11 @@ class ServerProcess:
     """One process of `kvferry.cluster.standalone`. facts: what it said when it was ready."""
 
     def __init__(self, arguments: Sequence[str], log: Path, script: Path | None = None) -> None:
-        program = [str(script)] if script else ["-m", "kvferry.cluster.standalone"]
-        environ = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"}
         self.arguments, self.log, self.script = list(arguments), log, script
         with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, *program, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environ,
-                text=True,
-                bufsize=1,
-            )
+            program = script or "kvferry.cluster.standalone"
+            self._process = hatchery().hatch(program, arguments, environ, errors)
         self.facts: dict[str, Any] = {}
 
     @property
@@ -71,7 +63,6 @@ class ServerProcess:
     def _hear(self, deadline: float) -> dict[str, Any]:
         """The next line of JSON the process prints; empty when it ends, or says nothing in time."""
         stdout = self._process.stdout
-        assert stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while selector.select(max(0.0, deadline - time.monotonic())):
@@ -85,7 +76,6 @@ class ServerProcess:
 
     def tell(self, do: str, **arguments: Any) -> None:
         """A command for `faulty_worker`; returns when it is in force."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
         assert "obeyed" in self._hear(time.monotonic() + PATIENCE_S), f"{self.arguments} does not obey {do}"
@@ -107,7 +97,6 @@ class ServerProcess:
                 self.signal(signal.SIGKILL)
                 self.wait(8)
         for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hatchery import hatchery
 from libraries import needs_mooncake
 
 from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Source, TokenRange, TransferError
@@ -58,13 +57,7 @@ class SourceProcess:
     ) -> None:
         script = Path(__file__).with_name("source_process.py")
         arguments = [route, incarnation, str(port), str(blocks), str(lease_s)]
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(THIRD_PARTY)},
-        )
+        self.process = hatchery().hatch(script, arguments, {**os.environ, "PYTHONPATH": str(THIRD_PARTY)})
         self.route = route
         self.port: int = self._read()["port"]
 
@@ -73,7 +66,6 @@ class SourceProcess:
         return f"127.0.0.1:{self.port}"
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self.process.stdin.flush()
         return self._read()
@@ -99,14 +91,12 @@ class SourceProcess:
         self.process.kill()
         self.process.wait(10)
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             try:
                 pipe.close()
             except BrokenPipeError:
                 continue
 
     def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             if line.startswith("{"):  # UCX may print warnings of its own
                 answer: dict[str, Any] = json.loads(line)
