@@ -75,16 +75,18 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two at once, for two cores: what computes on one thread, into a file, beside what waits for processes and clocks.
-COMPUTING := $(addprefix tests/,core engine kvcache models resolution router text test_architecture.py)
-COMPUTING_LOG := build/pytest-computing.log
+# Two at once, for two cores: what starts clusters, and everything else, whose output is kept in a file and shown at the
+# end.
+CLUSTERS := $(addprefix tests/,bench cli cluster e2e)
+OTHERS_LOG := build/pytest-others.log
 pytest: setup
 	@mkdir -p build
-	@echo 'two runs side by side; the one of $(COMPUTING) writes to $(COMPUTING_LOG)'
-	@OMP_NUM_THREADS=1 $(BIN)/pytest $(COMPUTING) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
-	trap 'kill $$computing 2>/dev/null' INT TERM; \
-	$(BIN)/pytest -o cache_dir=build/pytest-cache $(addprefix --ignore=,$(COMPUTING)); first=$$?; \
-	wait $$computing; second=$$?; cat $(COMPUTING_LOG); \
+	@echo 'two runs side by side: $(CLUSTERS); the other folders into $(OTHERS_LOG)'
+	@export OMP_NUM_THREADS=1; \
+	$(BIN)/pytest $(addprefix --ignore=,$(CLUSTERS)) > $(OTHERS_LOG) 2>&1 & others=$$!; \
+	trap 'kill $$others 2>/dev/null' INT TERM; \
+	$(BIN)/pytest -o cache_dir=build/pytest-cache $(CLUSTERS); first=$$?; \
+	wait $$others; second=$$?; cat $(OTHERS_LOG); \
 	[ $$first -eq 0 ] && [ $$second -eq 0 ]
 
 test-slow: setup

@@ -160,6 +160,9 @@ class RouterConfig(Section):
     worker_wait_s: float = Field(default=10.0, ge=0, description="how long a request waits while no worker can take it")
     queue_timeout_s: float = Field(default=60.0, gt=0, description="how long a request waits for a place")
     request_timeout_s: float = Field(default=600.0, gt=0, description="deadline of requests that bring none")
+    lost_after_s: float = Field(
+        default=2.5, gt=1.0, description="a worker that reports every second is lost after this long without a report"
+    )
 
 
 class RoleConfig(Section):

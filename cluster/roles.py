@@ -199,6 +199,7 @@ def router_settings(
         retry_budget=config.router.retries,
         queue_timeout_s=config.router.queue_timeout_s,
         request_timeout_s=config.router.request_timeout_s,
+        lost_after_s=config.router.lost_after_s,
     )
 
 

@@ -65,6 +65,7 @@ def pair(
         "kv_cache.bytes": 16 << 20,
         "kv_cache.tokens_per_block": BLOCK,
         "kv_cache.snapshot_tokens": SNAPSHOT_TOKENS,
+        "router.lost_after_s": 60.0,  # a busy machine is no fault here, and a replay would move more bytes
         "engine.threads": 1,
         "state_dir": work_dir,
         "transceiver.backend": backend,
