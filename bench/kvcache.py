@@ -60,6 +60,20 @@ class PoolRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareRow:
+    """A group that has used its memory up gets slabs of another, which holds nothing. can_reserve: asking whether that
+    could be; move: doing it, and the reservation with it, for each slab. ratio: of move, against the small pool."""
+
+    measure: str
+    core: str
+    pool_blocks: int
+    can_reserve_us: float
+    move_us_per_slab: float
+    ratio: float
+    target_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class HitRow:
     """The conversation trace, one request after the other, on a pool of `pool_blocks` blocks of 512 tokens."""
 
@@ -85,7 +99,7 @@ class RunRow:
     last_run_blocks: float
 
 
-Row = CostRow | PoolRow | HitRow | RunRow
+Row = CostRow | PoolRow | ShareRow | HitRow | RunRow
 
 
 def metadata_manager(blocks: int, tokens_per_block: int, core: str, version: str = "V2") -> KVCacheManager:
@@ -160,6 +174,39 @@ def _churn_us_per_block(core: str, blocks: int, live: int, requests: int = 1_500
     return best / (requests // 3) / REQUEST_BLOCKS * 1e6
 
 
+def measure_shares(cores: Iterable[str] = CORES, sizes: Sequence[int] = (10_000, 1_000_000)) -> Iterator[ShareRow]:
+    """sizes: pool blocks, the smallest first."""
+    for core in cores:
+        small: float | None = None
+        for blocks in sizes:
+            can_reserve, move = _share_us(core, blocks)
+            small = small or move
+            yield ShareRow("shares", core, blocks, can_reserve, move, move / small, TARGET_POOL_RATIO)
+
+
+def _share_us(core: str, blocks: int, rounds: int = 20, slabs: int = 8) -> tuple[float, float]:
+    full, window = (
+        KVLayout(kind, layers, 1, 1, dtype=DType.FLOAT8, tokens_per_block=BLOCK_TOKENS, planes=1, window=tokens)
+        for kind, layers, tokens in ((GroupKind.FULL, (0,), None), (GroupKind.WINDOW, (1, 2), BLOCK_TOKENS))
+    )
+    per_slab = window.slot_nbytes // full.slot_nbytes
+    nbytes = blocks * full.slot_nbytes
+    manager = create_manager("V2", [full, window], nbytes, core=core, typical_tokens=BLOCK_TOKENS * 4, step_tokens=1)
+    hog = manager.open("", [1], max_reuse=0)
+    hog.reserve(manager.group_counts()[0].free * BLOCK_TOKENS, ahead=1)
+    more = slabs * per_slab * BLOCK_TOKENS
+    asking, moving = [], []
+    for _ in range(rounds):
+        started = time.process_time()
+        assert manager.can_reserve(more, ahead=1)
+        asked = time.process_time()
+        hog.reserve(hog.capacity + more, ahead=1)
+        moving.append(time.process_time() - asked)
+        asking.append(asked - started)
+    assert manager.statistics().moved_shares >= rounds * slabs
+    return min(asking) * 1e6, min(moving) / slabs * 1e6
+
+
 def _tokens(rng: random.Random) -> list[int]:
     shared = [rng.randrange(50)] * (10 * BLOCK_TOKENS)
     return shared + [rng.randrange(50_000) for _ in range((REQUEST_BLOCKS - 10) * BLOCK_TOKENS)]
@@ -224,6 +271,9 @@ def as_tables(rows: Sequence[Row]) -> Iterator[Table]:
     pools = Table(
         "core", "pool blocks", "live requests", "serve", "ratio", title="does a block cost more in a large pool?"
     )
+    shares = Table(
+        "core", "pool blocks", "can reserve", "move a slab", "ratio", title="layer groups that share memory, µs"
+    )
     hits = Table("pool blocks", "tokens", "hit ratio", "seconds", title="conversation trace: blocks found cached")
     runs = Table(
         "manager",
@@ -247,17 +297,20 @@ def as_tables(rows: Sequence[Row]) -> Iterator[Table]:
             case PoolRow():
                 cells = (f"{row.pool_blocks}", f"{row.live_requests}", f"{row.serve_us_per_block:.2f}")
                 pools.add_row(row.core, *cells, f"{row.ratio:.2f}x")
+            case ShareRow():
+                times = (f"{row.can_reserve_us:.1f}", f"{row.move_us_per_slab:.1f}")
+                shares.add_row(row.core, f"{row.pool_blocks}", *times, f"{row.ratio:.2f}x")
             case HitRow():
                 tokens = f"{row.pool_blocks * TRACE_BLOCK_TOKENS / 1e6:.1f} M"
                 hits.add_row(f"{row.pool_blocks}", tokens, f"{row.hit_ratio:.1%}", f"{row.seconds:.1f}")
-    yield from (costs, pools, hits, runs)
+    yield from (costs, pools, shares, hits, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvferry.bench.kvcache", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_args(arguments)
-    rows: list[Row] = [*measure_costs(), *measure_pools(), *measure_hits(), *measure_runs()]
+    rows: list[Row] = [*measure_costs(), *measure_pools(), *measure_shares(), *measure_hits(), *measure_runs()]
     if options.json:
         report: dict[str, Any] = {"machine": machine(1), "rows": [asdict(row) for row in rows]}
         print(json.dumps(report))

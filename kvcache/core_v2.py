@@ -98,6 +98,13 @@ class CoreLedger(Protocol):
     def idle(self, group: int) -> Sequence[int]:
         """Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction."""
 
+    def idle_slabs(self, group: int) -> int:
+        """How many slabs of a group that shares its memory have no slot that anybody holds."""
+
+    def first_idle_slabs(self, group: int, most: int) -> Sequence[tuple[bool, int]]:
+        """Up to `most` of them as (whether something is cached there, slab): empty ones first, then those of lowest
+        priority, idle for longest."""
+
     def withhold(self, group: int, slots: Sequence[int]) -> None:
         """Keeps idle slots from everybody until they are given back; what was cached in them is evicted."""
 
@@ -118,23 +125,28 @@ class CoreLedger(Protocol):
     def check_integrity(self) -> None: ...
 
 
-CoreBuilder = Callable[[Sequence[GroupRule], Sequence[int], bool, bool], CoreLedger]
-"""(rule and number of slots of each layer group, whether anything is published, whether to keep a journal)."""
+CoreBuilder = Callable[[Sequence[GroupRule], Sequence[int], bool, bool, Sequence[int]], CoreLedger]
+"""(rule and number of slots of each layer group, whether anything is published, whether to keep a journal, slots of
+each group in a slab, 0 where it does not share its memory)."""
 
 CORES: Registry[CoreBuilder] = Registry("KV cache core", "kv_cache.core")
 
 
-def _cpp(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool) -> CoreLedger:
+def _cpp(
+    rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool, per_slab: Sequence[int]
+) -> CoreLedger:
     from kvferry.kvcache.native import core
 
     groups = [(rule.keeps.value, rule.window, slots) for rule, slots in zip(rules, num_slots, strict=True)]
-    return core.Ledger(groups, rules[0].tokens_per_block, reuse, journal)
+    return core.Ledger(groups, rules[0].tokens_per_block, reuse, journal, per_slab)
 
 
-def _python(rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool) -> CoreLedger:
+def _python(
+    rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool, per_slab: Sequence[int]
+) -> CoreLedger:
     from kvferry.kvcache.python_core import PythonLedger
 
-    return PythonLedger(rules, num_slots, reuse, journal)
+    return PythonLedger(rules, num_slots, reuse, journal, per_slab)
 
 
 CORES.register("cpp", _cpp)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from kvferry.kvcache.slot_set import SlotSet
+
 
 class FreeSlots:
     """Maximal runs of free slots. Every operation costs a constant number of steps per slot or run.
@@ -23,6 +25,7 @@ class FreeSlots:
         self._length: dict[int, int] = {}  # start of a run -> its length
         self._start: dict[int, int] = {}  # end of a run -> its start
         # OrderedDict, not dict: deleting from the middle of a dict leaves holes that a later scan walks over.
+        self._starts = SlotSet(num_slots)
         self._classes = [OrderedDict[int, None]() for _ in range(num_slots.bit_length() + 1)]
         if num_slots:
             self._file(0, num_slots)
@@ -57,11 +60,9 @@ class FreeSlots:
         return slots
 
     def remove(self, slot: int) -> None:
-        """Removes a slot that is in here. Looks for its run; rare."""
-        start = slot
-        while start not in self._length:
-            assert start >= 0, f"slot {slot} is not free"
-            start -= 1
+        """Removes a slot that is in here."""
+        start = self._starts.last_up_to(slot)
+        assert start is not None, f"slot {slot} is not free"
         assert slot < start + self._length[start], f"slot {slot} is not free"
         length = self._unfile(start)
         if slot > start:
@@ -73,6 +74,7 @@ class FreeSlots:
         assert self._count == sum(self._length.values())
         assert {start + length: start for start, length in self._length.items()} == self._start
         assert not self._length.keys() & self._start.keys(), "two runs touch and were not joined"
+        assert all(self._starts.last_up_to(stop - 1) == start for stop, start in self._start.items())
         filed = {start: size for size, starts in enumerate(self._classes) for start in starts}
         assert filed == {start: length.bit_length() for start, length in self._length.items()}
 
@@ -98,12 +100,14 @@ class FreeSlots:
     def _file(self, start: int, length: int) -> None:
         self._length[start] = length
         self._start[start + length] = start
+        self._starts.add(start)
         self._classes[length.bit_length()][start] = None
         self._count += length
 
     def _unfile(self, start: int) -> int:
         length = self._length.pop(start)
         del self._start[start + length]
+        self._starts.remove(start)
         del self._classes[length.bit_length()][start]
         self._count -= length
         return length

@@ -60,7 +60,8 @@ class ManagerV2(KVCacheManager):
         self._events = KVEventLog(options.event_capacity) if options.event_capacity else None
         host = build_tiers(layouts, tokens_per_block, options, self._events)
         journal = host is not None or self._events is not None
-        ledger = build_core(rules, slots, options.prefix_reuse, journal)
+        per_slab = [slab_nbytes(layouts) // layout.slot_nbytes if shared else 0 for layout in layouts]
+        ledger = build_core(rules, slots, options.prefix_reuse, journal, per_slab)
         self._books = TieredBooks(
             ledger, Pages(self._pools, options.debug, options.page_log), rules, host, self._events
         )

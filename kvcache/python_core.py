@@ -11,6 +11,7 @@ from kvferry.kvcache.groups import GroupRule
 from kvferry.kvcache.holds import SlotHold
 from kvferry.kvcache.prefix_tree import PrefixTree
 from kvferry.kvcache.python_cache import PythonCache
+from kvferry.kvcache.slabs import SlabIndex
 from kvferry.kvcache.slots import LayerGroup, SlotStore
 
 
@@ -25,10 +26,12 @@ class PythonLedger:
     caches: set[PythonCache]
     holds: set[SlotHold]
 
-    def __init__(self, rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool) -> None:
+    def __init__(
+        self, rules: Sequence[GroupRule], num_slots: Sequence[int], reuse: bool, journal: bool, per_slab: Sequence[int]
+    ) -> None:
         self.groups = tuple(
-            LayerGroup(index, rule, SlotStore(slots))
-            for index, (rule, slots) in enumerate(zip(rules, num_slots, strict=True))
+            LayerGroup(index, rule, SlotStore(slots, slab_slots))
+            for index, (rule, slots, slab_slots) in enumerate(zip(rules, num_slots, per_slab, strict=True))
         )
         self.tokens_per_block = rules[0].tokens_per_block
         self.reuse = reuse
@@ -65,6 +68,17 @@ class PythonLedger:
 
     def idle(self, group: int) -> list[int]:
         return self.groups[group].store.idle()
+
+    def idle_slabs(self, group: int) -> int:
+        return len(self._slabs(group))
+
+    def first_idle_slabs(self, group: int, most: int) -> list[tuple[bool, int]]:
+        return self._slabs(group).first(most)
+
+    def _slabs(self, group: int) -> SlabIndex:
+        slabs = self.groups[group].store.slabs
+        assert slabs is not None, "this group shares its memory with none"
+        return slabs
 
     def withhold(self, group: int, slots: Sequence[int]) -> None:
         layer_group = self.groups[group]

@@ -105,7 +105,7 @@ class SlabShares(PoolShares):
 
     The first division is by expected use: a request of `typical_tokens` holds all its blocks in groups that keep
     all, and in a window those of the window and of one step. A group that is short gets slabs in which others hold
-    nothing, the emptiest first, then the one whose cached blocks would be evicted soonest.
+    nothing: empty ones first, then those whose cached blocks eviction would come to first.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SlabShares(PoolShares):
             for each, rule in zip(self._groups, rules, strict=True)
         ]
         owners = [g for g, n in zip(self._groups, divide(self._num_slabs, weights), strict=True) for _ in range(n)]
-        self._owner: list[SlabGroup | None] = list(owners)
+        self._retired: list[int] = []  # slabs that belong to nobody: a quota keeps them from use
         for each in self._groups:
             self._books.ledger.withhold(
                 each.group,
@@ -139,59 +139,50 @@ class SlabShares(PoolShares):
             )
 
     def relieve(self, needs: Sequence[int]) -> bool:
-        moves = self._plan(needs)
-        for move in moves or ():
+        if not self.could(needs):
+            return False
+        for move in self._plan(needs):
             self._books.withhold(move.giver.group, _slots(move.giver, move.slab))
             self._books.ledger.give_back(move.taker.group, _slots(move.taker, move.slab))
-            self._owner[move.slab] = move.taker
             self.moved += 1
-        return moves is not None
+        return True
 
     def could(self, needs: Sequence[int]) -> bool:
-        return self._plan(needs) is not None
+        spare = self._spare(needs)
+        wanted = sum(count for _, count in self._wanted(spare))
+        return not wanted or wanted <= sum(self._can_give(each, spare) for each in self._groups)
 
-    def _plan(self, needs: Sequence[int]) -> list[Move] | None:
-        """The moves after which every group has its `needs`; None where that cannot be."""
-        ledger = self._books.ledger
-        spare = {each.group: ledger.available(each.group) - needs[each.group] for each in self._groups}
-        wanted = [(each, -(spare[each.group] // each.per_slab)) for each in self._groups if spare[each.group] < 0]
-        if not wanted:
-            return []
-        offers = [
-            (*rank, slab, each)
-            for each in self._groups
-            if spare[each.group] >= each.per_slab
-            for rank, slab in self._idle_slabs(each)
+    def _spare(self, needs: Sequence[int]) -> list[int]:
+        """Slots each group has beyond its needs; below 0 what it lacks."""
+        return [self._books.ledger.available(each.group) - needs[each.group] for each in self._groups]
+
+    def _wanted(self, spare: Sequence[int]) -> list[tuple[SlabGroup, int]]:
+        """Slabs that would end each group's lack."""
+        return [(each, -(spare[each.group] // each.per_slab)) for each in self._groups if spare[each.group] < 0]
+
+    def _can_give(self, each: SlabGroup, spare: Sequence[int]) -> int:
+        return max(0, min(spare[each.group] // each.per_slab, self._books.ledger.idle_slabs(each.group)))
+
+    def _plan(self, needs: Sequence[int]) -> list[Move]:
+        """The moves after which every group has its `needs`, which can be."""
+        spare = self._spare(needs)
+        takers = [each for each, count in self._wanted(spare) for _ in range(count)]
+        givers = [(each, min(len(takers), self._can_give(each, spare))) for each in self._groups]
+        offers = self._offers([(each, most) for each, most in givers if most])
+        return [Move(slab, giver, taker) for (giver, slab), taker in zip(offers, takers, strict=False)]
+
+    def _offers(self, givers: Sequence[tuple[SlabGroup, int]]) -> list[tuple[SlabGroup, int]]:
+        """Idle slabs, up to so many of each group: empty ones first, the others by turns."""
+        ranked = [
+            (cached, turn, each.group, slab)
+            for each, most in givers
+            for turn, (cached, slab) in enumerate(self._books.ledger.first_idle_slabs(each.group, most))
         ]
-        offers.sort(key=lambda offer: offer[:3])
-        moves: list[Move] = []
-        for _, _, slab, giver in offers:
-            if not wanted:
-                break
-            if spare[giver.group] >= giver.per_slab:
-                spare[giver.group] -= giver.per_slab
-                taker, count = wanted.pop()
-                moves.append(Move(slab, giver, taker))
-                if count > 1:
-                    wanted.append((taker, count - 1))
-        return None if wanted else moves
-
-    def _idle_slabs(self, each: SlabGroup) -> list[tuple[tuple[int, int], int]]:
-        """Slabs of a group in which nobody holds a slot: ((cached slots, turn of the one evicted last), slab)."""
-        idle = self._books.ledger.idle(each.group)
-        free = len(idle) - self._books.ledger.counts(each.group)[2]
-        slots: dict[int, int] = {}
-        cached: dict[int, tuple[int, int]] = {}
-        for turn, slot in enumerate(idle):
-            slab = slot // each.per_slab
-            slots[slab] = slots.get(slab, 0) + 1
-            if turn >= free:
-                cached[slab] = (cached.get(slab, (0, 0))[0] + 1, turn)
-        return [(cached.get(slab, (0, 0)), slab) for slab, count in slots.items() if count == each.per_slab]
+        return [(self._groups[group], slab) for _, _, group, slab in sorted(ranked)]
 
     def max_tokens(self) -> int:
         size = self._groups[0].rule.tokens_per_block
-        slabs = sum(owner is not None for owner in self._owner)
+        slabs = self._num_slabs - len(self._retired)
         few, many = 0, slabs * max(each.per_slab for each in self._groups)
         while few < many:  # the most blocks whose slabs there are
             blocks = -(-(few + many) // 2)
@@ -211,24 +202,20 @@ class SlabShares(PoolShares):
                 f"{self._slab_nbytes} bytes and need {least}",
                 field="kv_cache.bytes",
             )
-        retired = [slab for slab, owner in enumerate(self._owner) if owner is None]
-        surplus = self._num_slabs - len(retired) - slabs
-        if surplus < 0:
-            for slab in retired[:-surplus]:
-                self._give(slab)
-            return
-        offers = sorted((*rank, slab, each.group) for each in self._groups for rank, slab in self._idle_slabs(each))
-        if len(offers) < surplus:
-            raise _too_little_free(surplus, len(offers), nbytes)
-        for _, _, slab, group in offers[:surplus]:
-            self._books.withhold(group, _slots(self._groups[group], slab))
-            self._owner[slab] = None
+        surplus = self._num_slabs - len(self._retired) - slabs
+        idle = sum(self._books.ledger.idle_slabs(each.group) for each in self._groups)
+        if surplus > idle:
+            raise _too_little_free(surplus, idle, nbytes)
+        for giver, slab in self._offers([(each, max(0, surplus)) for each in self._groups])[: max(0, surplus)]:
+            self._books.withhold(giver.group, _slots(giver, slab))
+            self._retired.append(slab)
+        for _ in range(-surplus):
+            self._give(self._retired.pop())
 
     def _give(self, slab: int) -> None:
         """A retired slab goes to the group with the least available; others get it from there when they need it."""
         taker = min(self._groups, key=lambda each: self._books.ledger.available(each.group) / each.per_slab)
         self._books.ledger.give_back(taker.group, _slots(taker, slab))
-        self._owner[slab] = taker
 
 
 def _slots(each: SlabGroup, slab: int) -> range:

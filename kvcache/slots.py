@@ -9,6 +9,7 @@ from typing import Protocol
 from kvferry.kvcache.eviction import EvictionQueue
 from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule
+from kvferry.kvcache.slabs import SlabIndex
 
 
 class Publication(Protocol):
@@ -24,8 +25,10 @@ class SlotStore:
     Dropping the last holder makes a slot cached if it is published, else free.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, per_slab: int = 0) -> None:
+        """per_slab: slots of a slab, where the pool shares its memory with others; else 0."""
         self.num_slots = num_slots
+        self.slabs = SlabIndex(num_slots, per_slab) if per_slab else None
         self.free = FreeSlots(num_slots)
         self.cached = EvictionQueue()
         self._holders = [0] * num_slots
@@ -74,12 +77,17 @@ class SlotStore:
         slots = self.free.take(count, after)
         for slot in slots:
             self._holders[slot] = 1
+        if self.slabs is not None:
+            for slot in slots:
+                self.slabs.take(slot)
         return slots
 
     def hold(self, slot: int) -> None:
         """One more holder of a held or cached slot."""
         if self._holders[slot] == 0:
             self.cached.remove(slot)
+            if self.slabs is not None:
+                self.slabs.hold(slot)
         self._holders[slot] += 1
 
     def drop(self, slot: int) -> None:
@@ -87,11 +95,18 @@ class SlotStore:
         assert self._holders[slot] > 0, f"slot {slot} is given back twice"
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
-            publication = self._published.get(slot)
-            if publication is None:
-                self.free.put(slot)
-            else:
-                self.cached.push(slot, publication.priority)
+            self._idle(slot, self._published.get(slot))
+
+    def _idle(self, slot: int, publication: Publication | None) -> None:
+        """Nobody holds it any more."""
+        if publication is None:
+            self.free.put(slot)
+            if self.slabs is not None:
+                self.slabs.free(slot)
+        else:
+            self.cached.push(slot, publication.priority)
+            if self.slabs is not None:
+                self.slabs.cache(slot, publication.priority)
 
     def publish(self, slot: int, publication: Publication) -> None:
         """A held slot becomes findable: from now on it is read only."""
@@ -105,6 +120,8 @@ class SlotStore:
         if self._holders[slot] == 0:
             self.cached.remove(slot)
             self.free.put(slot)
+            if self.slabs is not None:
+                self.slabs.evict(slot)
 
     def idle(self) -> list[int]:
         """Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction."""
@@ -114,10 +131,12 @@ class SlotStore:
         """Keeps a free slot from everybody until it is given back."""
         self.free.remove(slot)
         self._withheld.add(slot)
+        if self.slabs is not None:
+            self.slabs.take(slot)
 
     def give_back(self, slot: int) -> None:
         self._withheld.remove(slot)
-        self.free.put(slot)
+        self._idle(slot, None)
 
     def pin(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -156,6 +175,8 @@ class SlotStore:
         assert not set(free) & self._published.keys(), "a free slot is still published"
         assert all(count <= self._holders[slot] for slot, count in self._pins.items())
         assert all(self._holders[slot] for slot in self._quarantined)
+        if self.slabs is not None:
+            self.slabs.check_integrity({*held, *self._withheld}, set(cached))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,7 @@
 // In which order cached slots are given up.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <vector>
@@ -43,12 +44,15 @@ class EvictionQueue {
     --count_;
   }
 
-  // Every slot, in the order of eviction.
-  std::vector<Slot> list() const {
+  // The first `most` slots, in the order of eviction.
+  std::vector<Slot> list(Slot most) const {
     std::vector<Slot> slots;
-    slots.reserve(count_);
+    slots.reserve(std::min(most, count_));
     for (const auto& [priority, bucket] : buckets_) {
-      for (Slot slot = bucket.oldest; slot != kNone; slot = links_[slot].newer) slots.push_back(slot);
+      for (Slot slot = bucket.oldest; slot != kNone; slot = links_[slot].newer) {
+        if (static_cast<Slot>(slots.size()) == most) return slots;
+        slots.push_back(slot);
+      }
     }
     return slots;
   }

@@ -17,7 +17,8 @@ FreeSlots::FreeSlots(Slot num_slots)
       start_(num_slots + 1, kNone),
       older_(num_slots + 1, kNone),
       newer_(num_slots + 1, kNone),
-      newest_(size_class(num_slots) + 1, kNone) {
+      newest_(size_class(num_slots) + 1, kNone),
+      starts_(num_slots) {
   if (num_slots > 0) file(0, num_slots);
 }
 
@@ -39,9 +40,8 @@ void FreeSlots::take(Slot count, std::optional<Slot> after, std::vector<Slot>& s
 }
 
 void FreeSlots::remove(Slot slot) {
-  Slot start = slot;
-  while (start >= 0 && length_[start] == 0) --start;
-  ensure(start >= 0 && slot < start + length_[start], "a slot is removed that is not free");
+  const Slot start = starts_.last_up_to(slot);
+  ensure(start != kNone && slot < start + length_[start], "a slot is removed that is not free");
   const Slot length = unfile(start);
   if (slot > start) file(start, slot - start);
   if (slot + 1 < start + length) file(slot + 1, start + length - slot - 1);
@@ -83,11 +83,13 @@ void FreeSlots::file(Slot start, Slot length) {
   newer_[start] = kNone;
   if (newest != kNone) newer_[newest] = start;
   newest = start;
+  starts_.add(start);
   count_ += length;
 }
 
 Slot FreeSlots::unfile(Slot start) {
   const Slot length = length_[start];
+  starts_.remove(start);
   length_[start] = 0;
   start_[start + length] = kNone;
   const Slot older = older_[start];
@@ -110,6 +112,7 @@ void FreeSlots::check_integrity(std::vector<bool>& seen) const {
     if (length == 0) continue;
     ++runs;
     counted += length;
+    ensure(starts_.last_up_to(start + length - 1) == start, "a run's start is not found");
     ensure(start_[start + length] == start, "a run's end does not know its start");
     ensure(length_[start + length] == 0, "two runs touch and were not joined");
     for (Slot slot = start; slot < start + length; ++slot) {

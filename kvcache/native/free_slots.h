@@ -1,14 +1,12 @@
 // The free slots of one pool, kept as runs so that a request's blocks end up beside each other.
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <vector>
 
-namespace kvferry {
+#include "slot_set.h"
 
-using Slot = std::int32_t;
-inline constexpr Slot kNone = -1;
+namespace kvferry {
 
 // Maximal runs of free slots, filed by the bit length of their size, each size class a stack. The same choices as
 // FreeSlots in Python: cut from the start of the newest run of the smallest class whose runs all fit.
@@ -40,6 +38,7 @@ class FreeSlots {
   std::vector<Slot> older_;    // start of a run -> the one filed before it in its class
   std::vector<Slot> newer_;
   std::vector<Slot> newest_;   // per class
+  SlotSet starts_;
 };
 
 }  // namespace kvferry

@@ -8,7 +8,9 @@ namespace {
 
 std::vector<LayerGroup> build_groups(const std::vector<GroupSpec>& specs) {
   std::vector<LayerGroup> groups;
-  for (const GroupSpec& spec : specs) groups.push_back({spec.keeps, spec.window, SlotStore(spec.num_slots)});
+  for (const GroupSpec& spec : specs) {
+    groups.push_back({spec.keeps, spec.window, SlotStore(spec.num_slots, spec.per_slab)});
+  }
   return groups;
 }
 

@@ -21,6 +21,7 @@ struct GroupSpec {
   LayerGroup::Keeps keeps;
   std::int64_t window;
   Slot num_slots;
+  Slot per_slab = 0;  // slots of a slab, where the group shares its memory
 };
 
 struct Counts {
@@ -45,6 +46,10 @@ class Ledger {
   Counts counts() const;
   Counts counts(std::size_t group) const;
   std::vector<Slot> idle(std::size_t group) const { return groups_.at(group).store.idle(); }
+  Slot idle_slabs(std::size_t group) const { return groups_.at(group).store.slabs().size(); }
+  std::vector<std::pair<bool, Slot>> first_idle_slabs(std::size_t group, Slot most) const {
+    return groups_.at(group).store.slabs().first(most);
+  }
   // Keeps idle slots from everybody; what was cached in them is evicted.
   void withhold(std::size_t group, const std::vector<Slot>& slots);
   void give_back(std::size_t group, const std::vector<Slot>& slots);

@@ -107,13 +107,16 @@ void bind_hashing(py::module_& module) {
 
 void bind_ledger(py::module_& module) {
   py::class_<Ledger>(module, "Ledger")
-      .def(py::init([](const std::vector<Spec>& specs, std::int64_t tokens_per_block, bool reuse, bool journal) {
+      .def(py::init([](const std::vector<Spec>& specs, std::int64_t tokens_per_block, bool reuse, bool journal,
+                       const std::vector<Slot>& per_slab) {
              if (tokens_per_block < 1) throw py::value_error("a block has at least one token");
              std::vector<GroupSpec> groups;
              for (const Spec& spec : specs) groups.push_back(spec_of(spec));
+             for (std::size_t group = 0; group < per_slab.size(); ++group) groups.at(group).per_slab = per_slab[group];
              return std::make_unique<Ledger>(groups, tokens_per_block, reuse, journal);
            }),
-           py::arg("groups"), py::arg("tokens_per_block"), py::arg("reuse"), py::arg("journal") = false)
+           py::arg("groups"), py::arg("tokens_per_block"), py::arg("reuse"), py::arg("journal") = false,
+           py::arg("per_slab") = std::vector<Slot>{})
       .def(
           "open",
           [](Ledger& ledger, const py::bytes& scope, const py::buffer& tokens, Priority priority) {
@@ -132,6 +135,8 @@ void bind_ledger(py::module_& module) {
            },
            py::arg("group") = py::none())
       .def("idle", &Ledger::idle)
+      .def("idle_slabs", &Ledger::idle_slabs)
+      .def("first_idle_slabs", &Ledger::first_idle_slabs)
       .def("withhold", &Ledger::withhold)
       .def("give_back", &Ledger::give_back)
       .def_property_readonly("evicted", &Ledger::evicted)

@@ -5,8 +5,15 @@
 
 namespace kvferry {
 
-SlotStore::SlotStore(Slot num_slots)
-    : free_(num_slots), cached_(num_slots), holders_(num_slots, 0), published_(num_slots, nullptr) {}
+SlotStore::SlotStore(Slot num_slots, Slot per_slab)
+    : free_(num_slots), cached_(num_slots), holders_(num_slots, 0), published_(num_slots, nullptr) {
+  if (per_slab > 0) slabs_.emplace(num_slots, per_slab);
+}
+
+const SlabIndex& SlotStore::slabs() const {
+  ensure(slabs_.has_value(), "this group shares its memory with none");
+  return *slabs_;
+}
 
 bool SlotStore::used_by_cache(Slot slot) const {
   const auto pins = pins_.find(slot);
@@ -16,20 +23,30 @@ bool SlotStore::used_by_cache(Slot slot) const {
 void SlotStore::take(Slot count, std::optional<Slot> after, std::vector<Slot>& slots) {
   const std::size_t before = slots.size();
   free_.take(count, after, slots);
-  for (std::size_t index = before; index < slots.size(); ++index) holders_[slots[index]] = 1;
+  for (std::size_t index = before; index < slots.size(); ++index) {
+    holders_[slots[index]] = 1;
+    if (slabs_) slabs_->take(slots[index]);
+  }
 }
 
 void SlotStore::hold(Slot slot) {
-  if (holders_[slot]++ == 0) cached_.remove(slot);
+  if (holders_[slot]++ > 0) return;
+  cached_.remove(slot);
+  if (slabs_) slabs_->hold(slot);
 }
 
 void SlotStore::drop(Slot slot) {
   ensure(holders_[slot] > 0, "a slot is given back twice");
-  if (--holders_[slot] > 0) return;
-  if (const Node* node = published_[slot]) {
+  if (--holders_[slot] == 0) idle(slot, published_[slot]);
+}
+
+void SlotStore::idle(Slot slot, const Node* node) {
+  if (node != nullptr) {
     cached_.push(slot, node->priority);
+    if (slabs_) slabs_->cache(slot, node->priority);
   } else {
     free_.put(slot);
+    if (slabs_) slabs_->free(slot);
   }
 }
 
@@ -46,12 +63,13 @@ void SlotStore::unpublish(Slot slot) {
   if (holders_[slot] == 0) {
     cached_.remove(slot);
     free_.put(slot);
+    if (slabs_) slabs_->evict(slot);
   }
 }
 
 std::vector<Slot> SlotStore::idle() const {
   std::vector<Slot> slots = free_.list();
-  const std::vector<Slot> cached = cached_.list();
+  const std::vector<Slot> cached = cached_.list(cached_.size());
   slots.insert(slots.end(), cached.begin(), cached.end());
   return slots;
 }
@@ -59,11 +77,12 @@ std::vector<Slot> SlotStore::idle() const {
 void SlotStore::withhold(Slot slot) {
   free_.remove(slot);
   withheld_.insert(slot);
+  if (slabs_) slabs_->take(slot);
 }
 
 void SlotStore::give_back(Slot slot) {
   ensure(withheld_.erase(slot) == 1, "a slot is given back that was not withheld");
-  free_.put(slot);
+  idle(slot, nullptr);
 }
 
 void SlotStore::pin(const std::vector<Slot>& slots) {
@@ -99,6 +118,8 @@ void SlotStore::end_quarantine(const std::vector<Slot>& slots) {
 void SlotStore::check_integrity(const std::vector<std::int32_t>& holders) const {
   std::vector<bool> seen(holders_.size(), false);
   free_.check_integrity(seen);
+  std::vector<bool> busy(holders_.size(), false);
+  std::vector<bool> queue(holders_.size(), false);
   Slot cached = 0;
   Slot published = 0;
   for (Slot slot = 0; slot < num_slots(); ++slot) {
@@ -112,11 +133,14 @@ void SlotStore::check_integrity(const std::vector<std::int32_t>& holders) const 
     ensure(int{seen[slot]} + int{queued} + int{holders_[slot] > 0} + int{withheld} == 1,
            "a slot is lost or stands twice");
     ensure(holders_[slot] == holders[slot], "holders do not add up");
+    busy[slot] = withheld || holders_[slot] > 0;
+    queue[slot] = queued;
   }
   ensure(cached == cached_.size(), "the cached slots do not add up");
   ensure(published == num_published_, "the published slots do not add up");
   for (const auto& [slot, count] : pins_) ensure(count > 0 && count <= holders_[slot], "pins do not add up");
   for (const Slot slot : quarantined_) ensure(holders_[slot] > 0, "a quarantined slot is held by nobody");
+  if (slabs_) slabs_->check_integrity(busy, queue);
 }
 
 }  // namespace kvferry

@@ -9,6 +9,7 @@
 
 #include "eviction.h"
 #include "free_slots.h"
+#include "slabs.h"
 
 namespace kvferry {
 
@@ -18,7 +19,8 @@ struct Node;
 // last holder makes a slot cached if it is published, else free.
 class SlotStore {
  public:
-  explicit SlotStore(Slot num_slots);
+  // per_slab: slots of a slab, where the pool shares its memory with others; else 0.
+  explicit SlotStore(Slot num_slots, Slot per_slab = 0);
 
   Slot num_slots() const { return static_cast<Slot>(holders_.size()); }
   Slot free() const { return free_.size(); }
@@ -43,6 +45,8 @@ class SlotStore {
   // Forgets the content; an unheld slot becomes free.
   void unpublish(Slot slot);
 
+  // Raises where the pool shares its memory with none.
+  const SlabIndex& slabs() const;
   // Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction.
   std::vector<Slot> idle() const;
   // Keeps a free slot from everybody until it is given back.
@@ -59,6 +63,9 @@ class SlotStore {
   void check_integrity(const std::vector<std::int32_t>& holders) const;
 
  private:
+  // Nobody holds it any more.
+  void idle(Slot slot, const Node* node);
+
   FreeSlots free_;
   EvictionQueue cached_;
   Slot num_published_ = 0;
@@ -67,6 +74,7 @@ class SlotStore {
   std::unordered_map<Slot, std::int32_t> pins_;
   std::unordered_set<Slot> quarantined_;
   std::unordered_set<Slot> withheld_;
+  std::optional<SlabIndex> slabs_;
 };
 
 }  // namespace kvferry

@@ -77,6 +77,15 @@ def test_costs_and_pools_are_measured_per_core() -> None:
     assert pools[0].ratio == 1.0
 
 
+@pytest.mark.parametrize("core", kvcache.CORES)
+def test_what_changing_hands_costs_does_not_grow_with_the_pool(core: str) -> None:
+    small, large = kvcache.measure_shares((core,), sizes=(2_000, 100_000))
+    assert (small.pool_blocks, large.pool_blocks, small.ratio) == (2_000, 100_000, 1.0)
+    # Fifty times as many blocks: whatever looked through them would cost about that much more.
+    assert large.ratio < 10
+    assert large.can_reserve_us < 10 * small.can_reserve_us
+
+
 def test_runs_are_as_long_as_the_blocks_lie_together() -> None:
     one, many = kvcache.measure_runs(("V1", "V2"), shapes=((1_024, 3),), requests=60)
     assert (one.manager, many.manager, one.requests, one.live_requests) == ("V1", "V2", 60, 3)
@@ -95,6 +104,7 @@ def test_the_report_is_one_json_object(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(kvcache, "load_trace", lambda: short)
     monkeypatch.setattr(kvcache, "measure_costs", lambda: [])
     monkeypatch.setattr(kvcache, "measure_pools", lambda: [])
+    monkeypatch.setattr(kvcache, "measure_shares", lambda: [])
     monkeypatch.setattr(kvcache, "measure_runs", lambda: [])
     kvcache.main(["--json"])
     report = json.loads(capsys.readouterr().out)
