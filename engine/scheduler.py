@@ -33,6 +33,9 @@ from kvferry.kvcache import KVCache, KVCacheManager, OutOfBlocksError
 
 logger = logging.getLogger(__name__)
 
+READ_AHEAD_S = 5.0
+"""How long a waiting sequence is read for in the background; what is lacking then is read when it starts."""
+
 L = TypeVar("L", bound=Enum)
 Emit = Callable[[int, object], None]
 """(sequence key, event): an OutputDelta, a role's own result, or a KVFerryError. The last event of a key is an
@@ -54,6 +57,7 @@ class BatchScheduler(ABC, Generic[L]):
         self._waiting: deque[Sequence[L]] = deque()
         self._running: list[Sequence[L]] = []  # in order of admission: the last is preempted first
         self._blocked_at_free: int | None = None
+        self._reading: tuple[int, float] | None = None  # key of the sequence that is read ahead for, since when
         self._ended: Counter[str] = Counter()
 
     # -- entry points -----------------------------------------------------------------------------------
@@ -169,8 +173,9 @@ class BatchScheduler(ABC, Generic[L]):
             if self._blocked_at_free is not None and self._free_nbytes() <= self._blocked_at_free:
                 return
             self._blocked_at_free = None
-            if self._running and not self._prefetched(self._waiting[0]):
+            if self._admitted and not self._read_ahead(self._waiting[0]):
                 return
+            self._reading = None
             sequence = self._waiting.popleft()
             try:
                 admitted = self._start(sequence)
@@ -187,9 +192,16 @@ class BatchScheduler(ABC, Generic[L]):
         groups = zip(self.manager.group_counts(), self.manager.pools, strict=True)
         return sum(counts.free * pool.layout.slot_nbytes for counts, pool in groups)
 
-    def _prefetched(self, sequence: Sequence[L]) -> bool:
-        """Whether its prefix need not be waited for: reading it from disk must not hold up those that run."""
-        return sequence.cache is not None or self.manager.prefetch(sequence.request.scope, sequence.tokens)
+    def _read_ahead(self, sequence: Sequence[L]) -> bool:
+        """Whether what a waiting sequence needs from disk is in memory: reading it must not hold up those that run."""
+        now = time.monotonic()
+        if self._reading is None or self._reading[0] != sequence.key:
+            self._reading = (sequence.key, now)
+        if now - self._reading[1] > READ_AHEAD_S:
+            return True  # others keep pushing it out again
+        if sequence.cache is not None:
+            return sequence.cache.prepare_resume()
+        return self.manager.prefetch(sequence.request.scope, sequence.tokens)
 
     def _open_cache(
         self,

@@ -168,6 +168,11 @@ class KVCache(ABC):
         False, with nothing changed, when there is no tier or too little room in it."""
 
     @abstractmethod
+    def prepare_resume(self) -> bool:
+        """Of a suspended cache: starts reading on another thread what `resume` needs from disk; False while it is
+        being read. `resume` does not depend on it: what was not read ahead is read then."""
+
+    @abstractmethod
     def resume(self, token_ids: Sequence[int]) -> None:
         """Undoes `suspend`; `token_ids` are the sequence's, from position 0. Atomic: OutOfBlocksError and
         CacheLostError leave it suspended."""
@@ -220,8 +225,8 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
-        """Starts reading what `open` would bring up from disk, on another thread; False while it is being read. `open`
-        does not depend on it: what was not read ahead is read then."""
+        """Reads what `open` would bring up from disk, on another thread and a part at a time; False until all of it is
+        in memory: ask again. `open` does not depend on it: what was not read ahead is read then."""
 
     @abstractmethod
     def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:

@@ -124,6 +124,10 @@ class CacheV2(TrackedCache):
         self._parked = self._shared.books.suspend(self._core, self._history)
         return self._parked is not None
 
+    def _prepare_unpark(self) -> bool:
+        assert self._parked is not None
+        return self._parked.prepare()
+
     def _unpark(self, token_ids: Sequence[int]) -> None:
         assert self._parked is not None
         books, tokens = self._shared.books, array("I", token_ids[: self._committed])

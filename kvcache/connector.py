@@ -25,9 +25,10 @@ class KVConnector(ABC):
     """A store of completed blocks by digest. Equal digests within a namespace mean equal content, so whoever saves a
     block first may win, and a block never changes.
 
-    The engine thread makes every call and computes nothing meanwhile: answer in milliseconds, from a cache of your own
-    if need be, and bound every wait. Whatever a method raises counts as a miss, and the connector is left alone for
-    some seconds.
+    One thread makes every call, one at a time, and the engine computes nothing meanwhile: answer in milliseconds, from
+    a cache of your own if need be, and bound every wait. After a second the engine goes on without the answer. That,
+    and whatever a method raises, counts as a miss, and the connector is left alone for some seconds, or until it has
+    answered.
     """
 
     @abstractmethod

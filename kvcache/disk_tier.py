@@ -27,8 +27,8 @@ from kvferry.kvcache.records import HEADER_NBYTES, Kind, seal, sealed_digest, un
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_WRITES = 64
-MAX_FETCHED = 128
-"""Blocks of one layer group read ahead; what a prompt needs beyond them is read when it starts."""
+MAX_FETCHED = 64
+"""Blocks of one layer group that are being read ahead, or wait for the engine to bring them up."""
 MAX_PENDING_PARKED_NBYTES = 256 << 20
 
 
@@ -150,7 +150,8 @@ class DiskShelf:
         return payload
 
     def fetch(self, digest: bytes) -> bool:
-        """Starts reading a record on the reader's thread; whether it has been read, so that `read` need not wait."""
+        """Whether a record has been read, so that `read` need not wait. Starts that on the reader's thread, unless many
+        are being read."""
         if digest in self._pending:
             return True
         slot = self._kept[digest]
@@ -159,10 +160,18 @@ class DiskShelf:
         while len(self._fetched) >= MAX_FETCHED:
             oldest = next(iter(self._fetched))
             if not self._fetched[oldest][1].done():
-                return True  # enough is under way
+                return False
             del self._fetched[oldest]
         self._fetched[digest] = (slot, self._reader.submit(self._read_file, slot, Kind.BLOCK, digest))
         return False
+
+    def fetch_parked(self, key: bytes) -> Future[bytes | None]:
+        """As `read_parked`, on the reader's thread."""
+        if key in self._pending:
+            there = Future[bytes | None]()
+            there.set_result(self._pending[key][0])
+            return there
+        return self._reader.submit(self._read_file, self._parked[key], Kind.PARKED, key)
 
     def read_parked(self, key: bytes) -> bytes | None:
         """The bytes of a parked block, checked; None when they are not whole."""
@@ -208,16 +217,30 @@ class DiskParked(Parked):
         super().__init__(first_blocks)
         self._tier = tier
         self._keys = keys
+        self._reads: dict[bytes, Future[bytes | None]] = {}
+
+    def prepare(self) -> bool:
+        if not self._reads:
+            for shelf, keys in zip(self._tier.shelves, self._keys, strict=True):
+                self._reads.update((key, shelf.fetch_parked(key)) for key in keys)
+        return all(read.done() for read in self._reads.values())
 
     def stored(self, group: int, skip: int) -> StoredRows | None:
-        shelf, keys = self._tier.shelves[group], self._keys[group][skip:]
-        payloads = [payload for payload in map(shelf.read_parked, keys) if payload is not None]
+        keys = self._keys[group][skip:]
+        payloads = [payload for payload in (self._read(group, key) for key in keys) if payload is not None]
         if len(payloads) < len(keys):
             return None
         rows = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8) if payloads else torch.empty(0)
         return StoredRows(rows.view(len(payloads), -1 if payloads else 0), range(len(payloads)))
 
+    def _read(self, group: int, key: bytes) -> bytes | None:
+        if key in self._reads:
+            return self._reads[key].result()
+        return self._tier.shelves[group].read_parked(key)
+
     def release(self) -> None:
+        for read in self._reads.values():
+            read.cancel()
         for shelf, keys in zip(self._tier.shelves, self._keys, strict=True):
             for key in keys:
                 shelf.unpark(key)

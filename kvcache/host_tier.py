@@ -64,28 +64,43 @@ class Shelf:
                 self.rows[self._keep_in_new_slot(digest)] = rows[source].to(self.rows.device)
 
     def prefetch(self, digests: Sequence[bytes]) -> bool:
-        """Starts reading from below what is not here; whether nothing of it is being read any more."""
+        """Brings up from below what has been read by now, and starts reading more; whether all of `digests` that are
+        anywhere are here. There must be `room` for them."""
         below = self._below
         if below is None:
             return True
-        ready = [below.fetch(digest) for digest in digests if digest not in self._kept and digest in below]
-        return all(ready)
+        self._use(digests)
+        ready = True
+        for digest in digests:
+            if digest not in self._kept and digest in below:
+                if below.fetch(digest):
+                    self._bring_up(below, digest)
+                else:
+                    ready = False
+        return ready
 
     def load(self, digests: Sequence[bytes]) -> bool:
         """Brings blocks up from below; there must be `room` for all of `digests`. False when one of them was torn."""
-        assert len(digests) <= self.room
-        for digest in reversed(digests):
-            if digest in self._kept:
-                self._kept.move_to_end(digest)  # or making room for the others would give it up
+        self._use(digests)
         whole = True
         for digest in digests:
             if digest not in self._kept and self._below is not None and digest in self._below:
-                payload = self._below.read(digest)
-                if payload is None:
-                    whole = False
-                else:
-                    self.rows[self._keep_in_new_slot(digest)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                whole = self._bring_up(self._below, digest) and whole
         return whole
+
+    def _use(self, digests: Sequence[bytes]) -> None:
+        """Making room for some of `digests` must not give up others."""
+        assert len(digests) <= self.room
+        for digest in reversed(digests):
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+
+    def _bring_up(self, below: DiskShelf, digest: bytes) -> bool:
+        payload = below.read(digest)
+        if payload is None:
+            return False
+        self.rows[self._keep_in_new_slot(digest)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        return True
 
     def _keep_in_new_slot(self, digest: bytes) -> int:
         slot = self._kept[digest] = self._take_one()
@@ -161,6 +176,9 @@ class HostParked(Parked):
         self._tier = tier
         tier.parked.add(self)
 
+    def prepare(self) -> bool:
+        return True
+
     def stored(self, group: int, skip: int) -> StoredRows:
         return StoredRows(self._tier.shelves[group].rows, self.slots[group][skip:])
 
@@ -219,7 +237,7 @@ class HostTier:
         return self._disk is not None
 
     def prefetch(self, start: int, digests: Sequence[bytes]) -> bool:
-        """Starts reading what `stage` would have to; whether nothing of it is being read any more."""
+        """Brings up what `stage` would have to, as it has been read; whether all of it is in memory."""
         wanted = self._wanted(start, digests, min(self.servable(start, digests), *(s.room for s in self.shelves)))
         ready = [shelf.prefetch(some) for shelf, some in zip(self.shelves, wanted, strict=True)]
         return all(ready)

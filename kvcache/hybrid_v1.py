@@ -179,6 +179,9 @@ class HybridCacheV1(KVCache):
     def suspend(self) -> bool:
         return self._blocks.suspend()
 
+    def prepare_resume(self) -> bool:
+        return self._blocks.prepare_resume()
+
     def resume(self, token_ids: Sequence[int]) -> None:
         self._blocks.resume(token_ids)
 

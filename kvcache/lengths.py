@@ -104,6 +104,11 @@ class TrackedCache(KVCache):
         self._statistics.suspensions += 1
         return True
 
+    def prepare_resume(self) -> bool:
+        if self._state is not CacheState.SUSPENDED:
+            raise CacheStateError(f"prepare_resume: the cache is {self._state.value}")
+        return self._prepare_unpark()
+
     def resume(self, token_ids: Sequence[int]) -> None:
         if self._state is not CacheState.SUSPENDED:
             raise CacheStateError(f"resume: the cache is {self._state.value}")
@@ -149,6 +154,10 @@ class TrackedCache(KVCache):
     @abstractmethod
     def _park(self) -> bool:
         """Moves what history needs to a tier below and gives every page back; False with nothing changed."""
+
+    @abstractmethod
+    def _prepare_unpark(self) -> bool:
+        """Starts bringing into memory what `_unpark` needs; whether it is there."""
 
     @abstractmethod
     def _unpark(self, token_ids: Sequence[int]) -> None:

@@ -352,6 +352,10 @@ class CacheV1(TrackedCache, ForkableCache):
         self._drop_table()
         return True
 
+    def _prepare_unpark(self) -> bool:
+        assert self._parked is not None
+        return self._parked.prepare()
+
     def _unpark(self, token_ids: Sequence[int]) -> None:
         assert self._parked is not None
         path = self._hold_prefix(array("I", token_ids[: self._committed]))

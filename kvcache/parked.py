@@ -24,6 +24,10 @@ class Parked(ABC):
         self.first_blocks = tuple(first_blocks)
 
     @abstractmethod
+    def prepare(self) -> bool:
+        """Starts bringing into memory what `stored` will return; whether it is there."""
+
+    @abstractmethod
     def stored(self, group: int, skip: int) -> StoredRows | None:
         """The blocks of a group but for its first `skip`; None when they are not whole any more."""
 

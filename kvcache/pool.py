@@ -17,6 +17,7 @@ Allocate = Callable[[int], torch.Tensor]
 PAGE_NBYTES = 4096
 BLOCKS_PER_STATE = 16
 _CANARY_BYTE = 0xA5
+_CANARY_PAGE = bytes([_CANARY_BYTE]) * PAGE_NBYTES
 _NAN_BYTE = 0xFF  # all bits set is a NaN in every floating type we store
 
 
@@ -181,7 +182,9 @@ class Pages:
         """Raises AssertionError when something was written beyond a pool. Only in debug mode is there a way to tell."""
         for group, pool in enumerate(self.pools):
             for side, page in zip(("before", "behind"), pool.guards, strict=False):
-                assert bool((page == _CANARY_BYTE).all()), f"memory {side} the pool of layer group {group} was written"
+                assert page.cpu().numpy().tobytes() == _CANARY_PAGE, (
+                    f"memory {side} the pool of layer group {group} was written"
+                )
 
     def generations(self, group: int, slots: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._generations[group][list(slots)].tolist())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from echo_engine import expected_output, make_bench
+import torch
+from echo_engine import Bench, expected_output, make_bench
 
 from kvferry.core import (
     DeadlineExceededError,
@@ -18,9 +22,11 @@ from kvferry.core import (
     RequestCancelledError,
     SamplingParams,
 )
-from kvferry.engine import GenerationScheduler
+from kvferry.engine import GenerationScheduler, scheduler
 from kvferry.kvcache import CacheLostError, create_manager
 from kvferry.kvcache.cache_v2 import CacheV2
+from kvferry.kvcache.disk_tier import DiskShelf
+from kvferry.kvcache.records import Kind
 
 VERSIONS = pytest.mark.parametrize("version", ["V1", "V2"])
 
@@ -222,6 +228,107 @@ def test_a_suspended_cache_that_was_lost_is_computed_again(
     assert bench.manager.tier_counts()[0].parked == 0
     assert bench.manager.counts().free == bench.manager.counts().total
     bench.manager.check_integrity()
+
+
+class SlowDisk:
+    """Every read of a file waits until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.readers: set[str] = set()
+        read = DiskShelf._read_file
+
+        def slowly(shelf: DiskShelf, slot: int, kind: Kind, digest: bytes) -> bytes | None:
+            self.readers.add(threading.current_thread().name)
+            self.go_on.wait(60)
+            return read(shelf, slot, kind, digest)
+
+        monkeypatch.setattr(DiskShelf, "_read_file", slowly)
+        # What still waits to be written is read from memory, which no disk can slow down.
+        monkeypatch.setattr(DiskShelf, "_write_soon", _write_at_once(DiskShelf._write_soon))
+
+
+def _write_at_once(write_soon: Callable[..., int]) -> Callable[..., int]:
+    def write(shelf: DiskShelf, kind: Kind, digest: bytes, row: torch.Tensor) -> int:
+        slot = write_soon(shelf, kind, digest, row)
+        _, written = shelf._pending.pop(digest)
+        written.result()
+        return slot
+
+    return write
+
+
+def step_until(bench: Bench, reached: Callable[[], bool], steps: int = 5_000) -> None:
+    for _ in range(steps):
+        if reached():
+            return
+        if not bench.scheduler.step():
+            time.sleep(0.001)  # another thread reads
+    raise AssertionError(f"not reached: {bench.scheduler.counts()}")
+
+
+def test_a_resume_from_disk_holds_up_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three requests have room for two: one is suspended to disk, and its bytes do not come for a long time."""
+    bench = make_bench(blocks=12, host_blocks=1, disk_dir=tmp_path)
+    disk = SlowDisk(monkeypatch)
+    sequences = [bench.add([p + 1] * 6, count=n) for p, n in enumerate([12, 40, 20])]
+    step_until(bench, lambda: bool(disk.readers))
+    assert bench.manager.tier_counts()[1].parked > 0
+    (waiting,) = [s for s in sequences if s.leg.state is DecodeLeg.SUSPENDED]
+    others = [s for s in sequences if s is not waiting]
+    running = next(s for s in others if s.leg.state is DecodeLeg.RUNNING)
+    before = len(bench.output(running.key))
+    for _ in range(5):
+        bench.scheduler.step()
+    assert len(bench.output(running.key)) == before + 5
+    assert waiting.leg.state is DecodeLeg.SUSPENDED
+    assert disk.readers == {"kv-disk-read_0"}
+    disk.go_on.set()
+    step_until(bench, lambda: not bench.scheduler.has_work)
+    for number, (sequence, count) in enumerate(zip(sequences, [12, 40, 20], strict=True)):
+        assert bench.output(sequence.key) == expected_output([number + 1] * 6, count)
+    assert bench.manager.tier_counts()[1].parked == 0
+    assert bench.manager.counts().free == bench.manager.counts().total
+    bench.manager.check_integrity()
+    bench.manager.close()
+
+
+def test_a_prefix_on_disk_is_waited_for_while_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = make_bench(blocks=12, host_blocks=4, disk_dir=tmp_path)
+    disk = SlowDisk(monkeypatch)
+    prompt = [9] * 16
+    for tokens in (prompt, [8] * 40, [7] * 40):  # each pushes out the one before, host tier and all
+        bench.add(tokens, count=4)
+        bench.run()
+    assert not disk.readers
+    running = bench.add([1] * 3, count=40)
+    bench.scheduler.step()
+    late = bench.add(prompt, count=4)
+    for step in range(2, 12):
+        bench.scheduler.step()
+        assert len(bench.output(running.key)) == step
+    assert late.leg.state is DecodeLeg.QUEUED
+    disk.go_on.set()
+    step_until(bench, lambda: not bench.scheduler.has_work)
+    assert bench.output(late.key) == expected_output(prompt, 4)
+    assert late.cached_tokens == 12
+    assert disk.readers == {"kv-disk-read_0"}
+    bench.manager.close()
+
+
+def test_reading_ahead_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often what was read is pushed out again, a request starts."""
+    bench = make_bench()
+    monkeypatch.setattr(type(bench.manager), "prefetch", lambda *about: False)
+    bench.add([1] * 3, count=100)
+    bench.scheduler.step()
+    late = bench.add([2] * 3, count=4)
+    bench.scheduler.step()
+    assert late.leg.state is DecodeLeg.QUEUED
+    monkeypatch.setattr(scheduler, "READ_AHEAD_S", 0.0)
+    time.sleep(0.001)
+    bench.scheduler.step()
+    assert late.leg.state is DecodeLeg.RUNNING
 
 
 def test_a_worker_that_checks_its_cache_finds_what_was_written_beyond_a_pool() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
+
 import pytest
 import torch
 from memory_connector import MemoryConnector, Mood
@@ -131,6 +135,64 @@ def test_a_connector_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.M
     assert connector.calls == []
     now += external.PAUSE_S
     assert manager.match("", PROMPT) == 20
+
+
+class HangingConnector(MemoryConnector):
+    """Its loads wait until they are told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.most = 0
+
+    def load(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        self.most = max(self.most, len(digests))
+        self.go_on.wait(60)
+        return super().load(digests)
+
+
+def test_a_store_that_hangs_is_waited_for_once_and_left_alone_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(external, "CALL_LIMIT_S", 0.1)
+    monkeypatch.setattr(external, "PAUSE_S", 0.0)
+    connector = HangingConnector()
+    connector.blocks = {digest: bytes(BLOCK_NBYTES) for digest in DIGESTS}
+    manager = make(connector)
+    assert manager.match("", PROMPT) == 20
+    started = time.monotonic()
+    cache = fill(manager, PROMPT)
+    assert time.monotonic() - started < 30
+    assert cache.reused == 0
+    assert_written(manager, cache, PROMPT)
+    assert manager.statistics().connector_failures == 1
+    assert "load failed" in caplog.text
+    cache.close()
+    manager.clear_reuse()
+    connector.calls.clear()
+    assert manager.match("", PROMPT) == 0, "nobody else waits for it"
+    assert connector.calls == []
+    connector.go_on.set()
+    deadline = time.monotonic() + 20
+    while manager.match("", PROMPT) != 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    manager.close()
+    assert connector.closed
+
+
+def test_a_store_too_slow_for_a_long_prefix_serves_the_start_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "LOADED_AT_A_TIME", 2)
+    monkeypatch.setattr(external, "CALL_LIMIT_S", 5.0)
+    connector = HangingConnector()
+    connector.blocks = {digest: bytes(BLOCK_NBYTES) for digest in DIGESTS}
+    connector.go_on.set()
+    clock = iter(range(0, 10_000, 4))  # every look at it, four seconds later: two parts, and the time is over
+    monkeypatch.setattr(external.time, "monotonic", lambda: float(next(clock)))
+    cache = make(connector).open("", PROMPT, max_reuse=21)
+    assert 0 < cache.reused < 20
+    assert cache.reused % (2 * SIZE) == 0
+    assert connector.most == 2
 
 
 def test_clearing_reuse_leaves_the_store_to_the_others() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvferry.core import ConfigError, GroupKind, KVLayout, TierCounts, block_digests
-from kvferry.kvcache import CacheLostError, KVCache, KVCacheManager, create_manager
+from kvferry.kvcache import CacheLostError, CacheStateError, KVCache, KVCacheManager, create_manager, disk_tier
 from kvferry.kvcache.disk_tier import MAX_PENDING_WRITES, DiskShelf
 from kvferry.kvcache.records import Kind
 
@@ -302,6 +302,58 @@ def test_what_the_host_tier_has_no_room_for_is_parked_on_disk(make_parking: Make
     manager.check_integrity()
 
 
+def test_what_is_parked_on_disk_is_read_before_it_is_resumed(
+    make_parking: MakeDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_parking()
+    cache = manager.open("", PROMPT, max_reuse=0)
+    with pytest.raises(CacheStateError, match="prepare_resume: the cache is open"):
+        cache.prepare_resume()
+    write(manager, cache, PROMPT, 18)
+    assert cache.suspend()
+    other = manager.open("x", PROMPT, max_reuse=0)
+    write(manager, other, [7] * 32, 32)
+    other.close()
+    shelves = manager._books.host._disk.shelves  # type: ignore[attr-defined]
+    shelves[0]._writer.submit(int).result()
+    for shelf in shelves:
+        shelf._forget_written()
+    go_on, read_file, threads = threading.Event(), DiskShelf._read_file, list[str]()
+
+    def slowly(shelf: DiskShelf, slot: int, kind: Kind, digest: bytes) -> bytes | None:
+        threads.append(threading.current_thread().name)
+        go_on.wait(30)
+        return read_file(shelf, slot, kind, digest)
+
+    monkeypatch.setattr(DiskShelf, "_read_file", slowly)
+    assert not cache.prepare_resume()
+    assert not cache.prepare_resume()
+    go_on.set()
+    deadline = time.monotonic() + 20
+    while not cache.prepare_resume():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    cache.resume(PROMPT)
+    assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
+    assert values(manager, cache, 1) == [float(token) for token in PROMPT[12:18]]
+    assert (len(threads), set(threads)) == (5 + 2, {"kv-disk-read_0"}), "each once, and none by the engine"
+    cache.close()
+    manager.check_integrity()
+
+
+def test_a_cache_that_is_closed_while_it_is_read_leaves_nothing(
+    make_parking: MakeDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_parking()
+    cache = manager.open("", PROMPT, max_reuse=0)
+    write(manager, cache, PROMPT, 18)
+    assert cache.suspend()
+    cache.prepare_resume()
+    cache.close()
+    assert parked(manager) == [0, 0]
+    manager.check_integrity()
+
+
 def test_a_parked_cache_that_was_torn_is_lost_and_says_so(make_parking: MakeDisk, tmp_path: Path) -> None:
     manager = make_parking()
     cache = manager.open("", PROMPT, max_reuse=0)
@@ -354,9 +406,11 @@ def test_parked_records_end_with_the_process(tmp_path: Path, writer: ThreadPoolE
     shelf.check_integrity()
 
 
+@pytest.mark.parametrize("at_a_time", [1, 2, 64])
 def test_what_a_request_will_need_is_read_ahead_on_another_thread(
-    make_disk: MakeDisk, monkeypatch: pytest.MonkeyPatch
+    make_disk: MakeDisk, monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
+    monkeypatch.setattr(disk_tier, "MAX_FETCHED", at_a_time)
     manager = make_disk()
     fill(manager, PROMPT).close()
     push_down(manager)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvferry.core import (
@@ -137,9 +138,15 @@ def nbytes_of(layouts: Sequence[KVLayout], blocks: int) -> int:
 
 
 def make_bench(
-    blocks: int = 64, version: str = "V2", host_blocks: int = 0, states: bool = False, **settings: Any
+    blocks: int = 64,
+    version: str = "V2",
+    host_blocks: int = 0,
+    states: bool = False,
+    disk_dir: Path | None = None,
+    **settings: Any,
 ) -> Bench:
-    """states: the model has a recurrent state too; without reuse on V1, which keeps one per request."""
+    """states: the model has a recurrent state too; without reuse on V1, which keeps one per request. disk_dir: of a
+    tier below the host's; close the manager."""
     layouts = (LAYOUT, STATE) if states else (LAYOUT,)
     runner = EchoRunner(EngineSettings(tokens_per_block=BLOCK, **settings), layouts=layouts)
     manager = create_manager(
@@ -147,6 +154,8 @@ def make_bench(
         layouts,
         nbytes_of(layouts, blocks),
         host_bytes=nbytes_of(layouts, host_blocks) if host_blocks else 0,
+        disk_bytes=1 << 20 if disk_dir else 0,
+        disk_dir=disk_dir,
         prefix_reuse=not states or version == "V2",
     )
     events: dict[int, list[Any]] = {}

@@ -378,3 +378,4 @@ class ManagerMachine(ManagerModel):
             assert self.manager.counts() == self.start
         for tier in self.manager.tier_counts():
             assert (tier.free, tier.kept, tier.parked) == (tier.total, 0, 0)
+        self.manager.close()
