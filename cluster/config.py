@@ -95,7 +95,7 @@ class KVCacheConfig(Section):
     typical_tokens: int | None = Field(
         default=4096,
         ge=1,
-        description="length of a typical request, by which V2 gives windows less memory; null: equal block counts",
+        description="length of a typical request, by which windows (V2) and states get memory; null: block counts",
     )
     prefix_reuse: bool | None = Field(default=None, description="null: what suits the model")
     min_partial_tokens: int = Field(

@@ -80,7 +80,8 @@ def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
         layouts = rank_layouts(model_dir, settings) if settings.ranks > 1 else []
         held = [layout for rank in layouts for layout in rank]
         whole = model.layouts(settings.tokens_per_block, settings.kv_dtype)
-        blocks_for_budget(held or whole, plan.config.kv_cache.bytes)
+        cache = plan.config.kv_cache
+        blocks_for_budget(held or whole, cache.bytes, typical_tokens=cache.typical_tokens)
         wire_layouts(whole, wire)
 
 

@@ -17,7 +17,7 @@ from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule, lead_group
 from kvferry.kvcache.parked import Parked, StoredRows
-from kvferry.kvcache.pool import blocks_for_budget, slot_counts
+from kvferry.kvcache.pool import allocate_zeros, blocks_for_budget, slot_counts
 
 
 class Shelf:
@@ -28,7 +28,8 @@ class Shelf:
     ) -> None:
         """events: told what is kept here and what is given up. below: where that goes."""
         self.num_slots = num_slots
-        self.rows = torch.zeros((num_slots, layout.slot_nbytes), dtype=torch.uint8)
+        rows = allocate_zeros(num_slots * layout.slot_nbytes, "cpu", "kv_cache.host_bytes")
+        self.rows = rows.view(num_slots, layout.slot_nbytes)
         self._free = FreeSlots(num_slots)
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self._lent: set[bytes] = set()
@@ -198,14 +199,17 @@ class HostTier:
         nbytes: int,
         events: KVEventLog | None = None,
         disk: DiskTier | None = None,
+        typical_tokens: int | None = None,
     ) -> None:
         """events: told which blocks are here, going by the lead group. disk: the tier below, owned from here on.
+        typical_tokens: see `CacheOptions`.
 
         Raises ConfigError when not even one block of each group fits."""
-        num_blocks = blocks_for_budget(layouts, nbytes, "kv_cache.host_bytes")
+        num_blocks = blocks_for_budget(layouts, nbytes, "kv_cache.host_bytes", typical_tokens)
         self._rules = tuple(rules)
         self._disk = disk
         lead = lead_group(self._rules)
+        slots_of = slot_counts(layouts, num_blocks, typical_tokens)
         self.shelves = [
             Shelf(
                 layout,
@@ -213,7 +217,7 @@ class HostTier:
                 events if group == lead else None,
                 disk.shelves[group] if disk is not None else None,
             )
-            for group, (layout, slots) in enumerate(zip(layouts, slot_counts(layouts, num_blocks), strict=True))
+            for group, (layout, slots) in enumerate(zip(layouts, slots_of, strict=True))
         ]
         self.parked: set[HostParked] = set()
 

@@ -21,7 +21,7 @@ from kvferry.kvcache.groups import check_layouts
 from kvferry.kvcache.holds import HeldSlots, HoldKind, SlotHold, TableHold
 from kvferry.kvcache.manager_v1 import ManagerV1
 from kvferry.kvcache.options import CacheOptions
-from kvferry.kvcache.pool import Pages, blocks_for_budget, build_pool, state_slots
+from kvferry.kvcache.pool import Pages, blocks_for_budget, blocks_per_state, build_pool, state_slots
 from kvferry.kvcache.slots import SlotStore
 
 
@@ -200,19 +200,23 @@ class HybridManagerV1(KVCacheManager):
     def __init__(self, layouts: Sequence[KVLayout], nbytes: int, options: CacheOptions) -> None:
         _refuse_what_needs_snapshots(options)
         check_layouts(layouts)
-        blocks = blocks_for_budget(layouts, nbytes)
+        self._typical_tokens = options.typical_tokens
+        blocks = blocks_for_budget(layouts, nbytes, typical_tokens=options.typical_tokens)
         self._layouts = tuple(layouts)
         attention = [layout for layout in layouts if not layout.kind.is_state]
         self._row_nbytes = sum(layout.slot_nbytes for layout in attention)
         self._blocks = ManagerV1(attention, blocks * self._row_nbytes, options)
         groups = [group for group, layout in enumerate(layouts) if layout.kind.is_state]
-        slots = state_slots(blocks)
+        slots = self._state_slots(blocks)
         pools = [build_pool(layouts[group], slots, options.device, options.allocate, options.debug) for group in groups]
         self._states = StateBooks(groups, Pages(pools, options.debug), SlotStore(slots))
         ordered = list(self._blocks.pools)
         for group, pool in zip(groups, pools, strict=True):
             ordered.insert(group, pool)
         self._pools = tuple(ordered)
+
+    def _state_slots(self, blocks: int) -> int:
+        return state_slots(blocks, blocks_per_state(self._layouts, self._typical_tokens))
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
@@ -255,8 +259,8 @@ class HybridManagerV1(KVCacheManager):
         return tuple(groups)
 
     def resize(self, nbytes: int) -> None:
-        blocks = blocks_for_budget(self._layouts, nbytes)
-        withheld = self._states.store.num_slots - state_slots(blocks)
+        blocks = blocks_for_budget(self._layouts, nbytes, typical_tokens=self._typical_tokens)
+        withheld = self._states.store.num_slots - self._state_slots(blocks)
         self._states.check_available(withheld - len(self._states.withheld))
         self._blocks.resize(blocks * self._row_nbytes)
         self._states.withhold(withheld)

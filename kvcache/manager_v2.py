@@ -41,9 +41,9 @@ class ManagerV2(KVCacheManager):
             )
         build_core = CORES.get(options.core)
         tokens_per_block = check_layouts(layouts)
-        num_blocks = blocks_for_budget(layouts, nbytes)
+        num_blocks = blocks_for_budget(layouts, nbytes, typical_tokens=options.typical_tokens)
         rules = rules_of(layouts, tokens_per_block)
-        slots = slot_counts(layouts, num_blocks)
+        slots = slot_counts(layouts, num_blocks, options.typical_tokens)
         self.core = options.core
         self.takes_snapshots = options.prefix_reuse and any(rule.is_state for rule in rules)
         shared = None
@@ -67,7 +67,7 @@ class ManagerV2(KVCacheManager):
         )
         self._shares: PoolShares
         if shared is None:
-            self._shares = FixedShares(self._books, layouts, num_blocks, tokens_per_block)
+            self._shares = FixedShares(self._books, layouts, num_blocks, options.typical_tokens)
         else:
             typical = options.typical_tokens or 0
             self._shares = SlabShares(self._books, layouts, rules, nbytes, typical, options.step_tokens)

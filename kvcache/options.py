@@ -21,8 +21,9 @@ class CacheOptions:
     readers, 0 for none. connector: of an external store, the manager's own from here on; V1 only. allocate: where the
     pools live when a transceiver needs them in memory of its own; None: plain memory of `device`. page_log: where
     changes of pages are noted for the worker's other ranks, if it has any. typical_tokens: how long a typical request
-    is, by which layer groups with windows get less of V2's memory, in shares that change hands while serving; None:
-    every group gets the same number of blocks. step_tokens: most tokens computed in a step.
+    is, by which states get their memory, and layer groups with windows less of V2's, in shares that change hands while
+    serving; None: every group gets the same number of blocks, and states a slot for every 16. step_tokens: most tokens
+    computed in a step.
     """
 
     prefix_reuse: bool = True

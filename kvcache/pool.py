@@ -15,25 +15,27 @@ Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
 
 PAGE_NBYTES = 4096
-BLOCKS_PER_STATE = 16
+MIN_BLOCKS_PER_STATE = 16
 _CANARY_BYTE = 0xA5
 _CANARY_PAGE = bytes([_CANARY_BYTE]) * PAGE_NBYTES
 _NAN_BYTE = 0xFF  # all bits set is a NaN in every floating type we store
 
 
-def blocks_for_budget(layouts: Sequence[KVLayout], nbytes: int, setting: str = "kv_cache.bytes") -> int:
+def blocks_for_budget(
+    layouts: Sequence[KVLayout], nbytes: int, setting: str = "kv_cache.bytes", typical_tokens: int | None = None
+) -> int:
     """Blocks every attention group gets: with equal counts no group runs out before the one that keeps all tokens.
-    State groups get `state_slots` of that many.
+    State groups get a slot for every `blocks_per_state` of them.
 
     Raises ConfigError naming `setting` when not even one block of each fits.
     """
-    row_nbytes = sum(layout.slot_nbytes for layout in layouts if not layout.kind.is_state)
-    state_nbytes = sum(layout.slot_nbytes for layout in layouts if layout.kind.is_state)
-    num_blocks = nbytes * BLOCKS_PER_STATE // (BLOCKS_PER_STATE * row_nbytes + state_nbytes)
-    while num_blocks and num_blocks * row_nbytes + state_slots(num_blocks) * state_nbytes > nbytes:
+    row_nbytes, state_nbytes = _row_and_state_nbytes(layouts)
+    per_state = blocks_per_state(layouts, typical_tokens)
+    num_blocks = nbytes * per_state // (per_state * row_nbytes + state_nbytes)
+    while num_blocks and num_blocks * row_nbytes + state_slots(num_blocks, per_state) * state_nbytes > nbytes:
         num_blocks -= 1
     if num_blocks < 1:
-        least = row_nbytes + state_slots(1) * state_nbytes
+        least = row_nbytes + state_slots(1, per_state) * state_nbytes
         raise ConfigError(
             f"{setting} is {nbytes}, but one block of {layouts[0].tokens_per_block} tokens takes {least} "
             f"bytes over {len(layouts)} layer group(s): raise {setting} to at least {least}",
@@ -42,19 +44,43 @@ def blocks_for_budget(layouts: Sequence[KVLayout], nbytes: int, setting: str = "
     return num_blocks
 
 
-def state_slots(num_blocks: int) -> int:
-    """Slots of a state group beside `num_blocks` blocks of attention: one live state for every request of
-    BLOCKS_PER_STATE blocks, or a snapshot where requests are longer; two at least, a live one and a snapshot."""
-    return max(2, -(-num_blocks // BLOCKS_PER_STATE))
+def _row_and_state_nbytes(layouts: Sequence[KVLayout]) -> tuple[int, int]:
+    """What a block takes in all attention groups together, and a state in all state groups."""
+    row = sum(layout.slot_nbytes for layout in layouts if not layout.kind.is_state)
+    return row, sum(layout.slot_nbytes for layout in layouts if layout.kind.is_state)
 
 
-def slot_counts(layouts: Sequence[KVLayout], num_blocks: int) -> list[int]:
-    return [state_slots(num_blocks) if layout.kind.is_state else num_blocks for layout in layouts]
+def blocks_per_state(layouts: Sequence[KVLayout], typical_tokens: int | None) -> int:
+    """How many blocks there are for each slot of the state groups.
+
+    A typical request has a live state and as many snapshots as take no more memory than its blocks do: one at least, so
+    that its prefix can be reused, and no more than one state for every MIN_BLOCKS_PER_STATE blocks, which is how far
+    snapshots are apart by default. typical_tokens None: that many states, however large they are.
+    """
+    row_nbytes, state_nbytes = _row_and_state_nbytes(layouts)
+    if typical_tokens is None or not state_nbytes:
+        return MIN_BLOCKS_PER_STATE
+    size = next(layout.tokens_per_block for layout in layouts if not layout.kind.is_state)
+    blocks = -(-typical_tokens // size)
+    states = min(1 + blocks * row_nbytes // state_nbytes, blocks // MIN_BLOCKS_PER_STATE)
+    return max(1, blocks // max(2, states))
 
 
-def withheld_blocks(layouts: Sequence[KVLayout], nbytes: int, num_blocks: int) -> int:
+def state_slots(num_blocks: int, per_state: int) -> int:
+    """Slots of a state group beside `num_blocks` blocks of attention; two at least, a live state and a snapshot."""
+    return max(2, -(-num_blocks // per_state))
+
+
+def slot_counts(layouts: Sequence[KVLayout], num_blocks: int, typical_tokens: int | None = None) -> list[int]:
+    states = state_slots(num_blocks, blocks_per_state(layouts, typical_tokens))
+    return [states if layout.kind.is_state else num_blocks for layout in layouts]
+
+
+def withheld_blocks(
+    layouts: Sequence[KVLayout], nbytes: int, num_blocks: int, typical_tokens: int | None = None
+) -> int:
     """How many of each pool's `num_blocks` blocks a quota of `nbytes` leaves unused. Raises ConfigError."""
-    blocks = blocks_for_budget(layouts, nbytes)
+    blocks = blocks_for_budget(layouts, nbytes, typical_tokens=typical_tokens)
     if blocks > num_blocks:
         raise ConfigError(
             f"kv_cache.bytes cannot grow to {nbytes} while serving: that is {blocks} blocks per layer group, and the "
@@ -125,9 +151,21 @@ def build_buffer(nbytes: int, device: str, allocate: Allocate | None, guard: boo
 
 def _aligned_zeros(nbytes: int, device: str) -> torch.Tensor:
     """Page-aligned, because memory is registered for remote access by the page."""
-    raw = torch.zeros(nbytes + PAGE_NBYTES, dtype=torch.uint8, device=device)
+    raw = allocate_zeros(nbytes + PAGE_NBYTES, device, "kv_cache.bytes")
     offset = -raw.data_ptr() % PAGE_NBYTES
     return raw[offset : offset + nbytes]
+
+
+def allocate_zeros(nbytes: int, device: str, setting: str) -> torch.Tensor:
+    """uint8 [nbytes]. Raises ConfigError naming `setting` where the device has too little memory."""
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{setting} asks for {nbytes} bytes of {device} memory, which cannot be had: lower it ({reason})",
+            field=setting,
+        ) from None
 
 
 class Pages:

@@ -42,11 +42,13 @@ class PoolShares(ABC):
 class FixedShares(PoolShares):
     """Every group has memory of its own; a quota withholds the same part of each."""
 
-    def __init__(self, books: TieredBooks, layouts: Sequence[KVLayout], num_blocks: int, tokens_per_block: int) -> None:
+    def __init__(
+        self, books: TieredBooks, layouts: Sequence[KVLayout], num_blocks: int, typical_tokens: int | None
+    ) -> None:
         self._books = books
         self._layouts = tuple(layouts)
         self._num_blocks = num_blocks
-        self._tokens_per_block = tokens_per_block
+        self._typical_tokens = typical_tokens
         self._withheld: list[list[int]] = [[] for _ in layouts]
 
     def relieve(self, needs: Sequence[int]) -> bool:
@@ -56,16 +58,17 @@ class FixedShares(PoolShares):
         return all(need <= self._books.ledger.available(group) for group, need in enumerate(needs))
 
     def max_tokens(self) -> int:
-        slots = slot_counts(self._layouts, self._num_blocks)
-        return self._tokens_per_block * min(
-            count - len(withheld)
+        slots = slot_counts(self._layouts, self._num_blocks, self._typical_tokens)
+        return min(
+            (count - len(withheld)) * layout.tokens_per_block
             for layout, count, withheld in zip(self._layouts, slots, self._withheld, strict=True)
             if not layout.kind.is_state
         )
 
     def resize(self, nbytes: int) -> None:
-        blocks = self._num_blocks - withheld_blocks(self._layouts, nbytes, self._num_blocks)
-        have, want = slot_counts(self._layouts, self._num_blocks), slot_counts(self._layouts, blocks)
+        typical = self._typical_tokens
+        blocks = self._num_blocks - withheld_blocks(self._layouts, nbytes, self._num_blocks, typical)
+        have, want = (slot_counts(self._layouts, count, typical) for count in (self._num_blocks, blocks))
         more = [h - w - len(withheld) for h, w, withheld in zip(have, want, self._withheld, strict=True)]
         ledger = self._books.ledger
         for group, count in enumerate(more):

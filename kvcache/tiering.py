@@ -250,7 +250,9 @@ def build_tiers(
     """The tiers below the pools. Raises ConfigError naming the setting that does not fit."""
     rules = rules_of(layouts, tokens_per_block)
     if not options.disk_bytes:
-        return HostTier(layouts, rules, options.host_bytes, events) if options.host_bytes else None
+        if not options.host_bytes:
+            return None
+        return HostTier(layouts, rules, options.host_bytes, events, typical_tokens=options.typical_tokens)
     if not options.host_bytes:
         raise ConfigError(
             "kv_cache.disk_bytes needs a host tier to move blocks through: set kv_cache.host_bytes too",
@@ -259,4 +261,4 @@ def build_tiers(
     if options.disk_dir is None:
         raise ConfigError("kv_cache.disk_bytes needs a folder: set kv_cache.disk_dir", field="kv_cache.disk_dir")
     disk = DiskTier(options.disk_dir, layouts, options.disk_bytes, lead_group(rules), events)
-    return HostTier(layouts, rules, options.host_bytes, events, disk)
+    return HostTier(layouts, rules, options.host_bytes, events, disk, options.typical_tokens)

@@ -14,6 +14,7 @@ from families import FAMILIES
 
 from kvferry.core import SamplingParams
 from kvferry.engine import LLM
+from kvferry.kvcache.pool import slot_counts
 
 AssertGolden = Callable[[Any, Sequence[int], Sequence[int]], int]
 BLOCK = 8
@@ -42,16 +43,30 @@ def window_dir(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -
     return get
 
 
-def make_engine(model_dir: Path, core: str, *, blocks: int = ROW_BLOCKS, host: float = 0, **options: Any) -> LLM:
+def make_engine(
+    model_dir: Path,
+    core: str,
+    *,
+    blocks: int = ROW_BLOCKS,
+    host: float = 0,
+    kv_typical_tokens: int | None = None,
+    **options: Any,
+) -> LLM:
     """A V2 engine of `blocks` blocks per group; host: how many times that is below them."""
     with LLM(model_dir, manager="V2", tokens_per_block=BLOCK, kv_bytes=1 << 20, threads=1) as probe:
-        row_nbytes = sum(pool.layout.slot_nbytes for pool in probe.manager.pools)
+        layouts = [pool.layout for pool in probe.manager.pools]
+
+    def nbytes(blocks: int) -> int:
+        counts = slot_counts(layouts, blocks, kv_typical_tokens)
+        return sum(count * layout.slot_nbytes for count, layout in zip(counts, layouts, strict=True))
+
     return LLM(
         model_dir,
         manager="V2",
         kv_core=core,
-        kv_bytes=blocks * row_nbytes,
-        kv_host_bytes=int(host * blocks) * row_nbytes,
+        kv_bytes=nbytes(blocks),
+        kv_host_bytes=nbytes(int(host * blocks)) if host else 0,
+        kv_typical_tokens=kv_typical_tokens,
         tokens_per_block=BLOCK,
         threads=1,
         step_token_budget=32,
@@ -96,6 +111,35 @@ def test_windows_reused_suspended_and_squeezed(
         assert counted.evicted_blocks > 0
         if name == "gemma3":  # its groups that keep all blocks run out
             assert counted.suspensions == counted.resumptions > 0
+
+
+@pytest.mark.parametrize("core", ["cpp", "python"])
+@pytest.mark.parametrize(("host", "disk_nbytes"), [(4, 0), (0.2, 8 << 20)], ids=["host", "disk"])
+def test_states_reused_suspended_and_squeezed(
+    host: float,
+    disk_nbytes: int,
+    core: str,
+    window_dir: Callable[[str], Path],
+    reference: Any,
+    assert_golden: AssertGolden,
+    tmp_path: Path,
+) -> None:
+    """Attention beside Mamba layers: a prefix is reused from a snapshot, and a suspended request's states go with its
+    blocks, to the host and where that has too little room to the disk."""
+    asked = prompts(211)
+    # A request of 48 tokens has two states to six blocks: two at a time, and slots for snapshots.
+    options: dict[str, Any] = {"prefix_reuse": True, "snapshot_tokens": 16, "kv_typical_tokens": 48, "blocks": 14}
+    if disk_nbytes:
+        options |= {"kv_disk_bytes": disk_nbytes, "kv_disk_dir": tmp_path}
+    with make_engine(window_dir("nemotron_h"), core, host=host, **options) as llm:
+        check(llm, reference, window_dir("nemotron_h"), asked, assert_golden, 24)
+        check(llm, reference, window_dir("nemotron_h"), asked[::-1], assert_golden, 8)
+        counted = llm.manager.statistics()
+        assert counted.reused_tokens > 0
+        assert counted.evicted_blocks > 0
+        assert counted.suspensions == counted.resumptions > 0
+        if disk_nbytes:  # two blocks of host memory hold no request
+            assert llm.manager.tier_counts()[0].total == 2 + 2 * 2
 
 
 @pytest.mark.parametrize("core", ["cpp", "python"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvferry.core import AxisOrder, ConfigError, DType, GroupKind, KVLayout
-from kvferry.kvcache.pool import PAGE_NBYTES, Pages, blocks_for_budget, build_pool
+from kvferry.kvcache import create_manager
+from kvferry.kvcache.pool import PAGE_NBYTES, Pages, blocks_for_budget, blocks_per_state, build_pool, slot_counts
 
 LAYOUT = KVLayout(GroupKind.FULL, (0, 3, 5), 2, 8, tokens_per_block=4)
 
@@ -39,10 +40,62 @@ def test_all_groups_get_as_many_blocks_as_the_budget_pays_for() -> None:
     assert blocks_for_budget([LAYOUT, latent], 10 * row + row - 1) == 10
 
 
+def nemotron_h_8b() -> list[KVLayout]:
+    """4 attention layers of 8 heads, 24 Mamba2 layers of 128 heads, 64 wide, with states of 128; 10,240 channels."""
+    attention = KVLayout(GroupKind.FULL, (7, 18, 29, 40), 8, 128, dtype=DType.BFLOAT16, tokens_per_block=16)
+    mamba = tuple(range(100, 124))
+    conv = KVLayout(GroupKind.CONV, mamba, 10_240, 3, dtype=DType.BFLOAT16, tokens_per_block=1, planes=1)
+    ssm = KVLayout(GroupKind.SSM, mamba, 128, 64 * 128, tokens_per_block=1, planes=1)
+    return [attention, conv, ssm]
+
+
+def test_large_states_leave_most_of_the_budget_to_what_requests_hold() -> None:
+    layouts = nemotron_h_8b()
+    row, state = layouts[0].slot_nbytes, layouts[1].slot_nbytes + layouts[2].slot_nbytes
+    assert 380 < state / row < 400
+    blocks = blocks_for_budget(layouts, 8 << 30, typical_tokens=4096)
+    _, *states = slot_counts(layouts, blocks, 4096)
+    # A request of 4096 tokens holds 256 blocks, which take less than a state: a live one and a snapshot for each.
+    assert blocks_per_state(layouts, 4096) == 128
+    assert states == [-(-blocks // 128)] * 2
+    assert blocks // 256 == (8 << 30) // (256 * row + 2 * state) == 31
+    # By a fixed share of sixteen blocks there was room for a sixth of that.
+    assert blocks_for_budget(layouts, 8 << 30) // 256 == 5
+    assert blocks * row + states[0] * state <= 8 << 30
+
+
+@pytest.mark.parametrize(
+    ("typical", "expected"),
+    [
+        (None, 16),
+        (4096, 128),
+        (64 * 1024, 4096 // (1 + 4096 * 4 // 1538)),  # its blocks take as much as ten states: a live one, ten snapshots
+        (100, 3),
+        (1, 1),
+    ],
+)
+def test_states_per_request_go_by_what_they_take(typical: int | None, expected: int) -> None:
+    assert blocks_per_state(nemotron_h_8b(), typical) == expected
+
+
+def test_small_states_are_as_many_as_snapshots_are_taken() -> None:
+    state = KVLayout(GroupKind.SSM, (3,), 1, 1, tokens_per_block=1, planes=1)
+    assert blocks_per_state([LAYOUT, state], 4096) == 16
+    assert blocks_per_state([LAYOUT], 4096) == 16
+
+
 def test_a_budget_below_one_block_names_the_setting_and_the_least() -> None:
     with pytest.raises(ConfigError, match=rf"kv_cache\.bytes .* at least {LAYOUT.slot_nbytes}") as caught:
         blocks_for_budget([LAYOUT], LAYOUT.slot_nbytes - 1)
     assert caught.value.field == "kv_cache.bytes"
+
+
+@pytest.mark.parametrize("setting", ["kv_cache.bytes", "kv_cache.host_bytes"])
+def test_memory_that_cannot_be_had_names_the_setting(setting: str) -> None:
+    nbytes = {"kv_cache.bytes": 1 << 16, "kv_cache.host_bytes": 0} | {setting: 1 << 60}
+    with pytest.raises(ConfigError, match=rf"{setting} asks for 11529\d+ bytes of cpu memory") as caught:
+        create_manager("V1", [LAYOUT], nbytes["kv_cache.bytes"], host_bytes=nbytes["kv_cache.host_bytes"])
+    assert caught.value.field == setting
 
 
 @pytest.mark.parametrize("side", ["before", "behind"])
