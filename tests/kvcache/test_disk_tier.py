@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +193,78 @@ def test_a_disk_tier_that_cannot_be_is_refused(settings: dict[str, object], fiel
     with pytest.raises(ConfigError) as caught:
         create_manager("V2", [FULL], 1 << 20, **settings)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_a_disk_tier_larger_than_its_disk_is_refused_with_what_there_is(tmp_path: Path) -> None:
+    whole = shutil.disk_usage(tmp_path).total
+    options: dict[str, Any] = {"host_bytes": 1 << 12, "disk_bytes": whole + 1, "disk_dir": tmp_path}
+    with pytest.raises(ConfigError, match=rf"disk_bytes is {whole + 1}, .* has {whole} bytes in all") as caught:
+        create_manager("V2", [FULL], 1 << 12, **options)
+    assert caught.value.field == "kv_cache.disk_bytes"
+    options["disk_bytes"] = 1 << 12  # the folder was given back
+    create_manager("V2", [FULL], 1 << 12, **options).close()
+
+
+def test_a_limit_on_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier.resource, "getrlimit", lambda which: (1000, 1000))
+    with pytest.raises(ConfigError, match=r"may have 1000 bytes \(ulimit -f\)") as caught:
+        create_manager("V2", [FULL], 1 << 12, host_bytes=1 << 12, disk_bytes=1 << 12, disk_dir=tmp_path)
+    assert caught.value.field == "kv_cache.disk_bytes"
+
+
+def no_space(file: int, record: bytes, at: int) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def half(file: int, record: bytes, at: int, write: Callable[[int, bytes, int], int] = os.pwrite) -> int:
+    """What the system does when the disk is full in the middle of a write, or the process is killed there."""
+    return write(file, record[: len(record) // 2], at)
+
+
+@pytest.mark.parametrize("pwrite", [no_space, half])
+def test_what_a_full_disk_did_not_take_is_a_miss(
+    make_disk: MakeDisk, monkeypatch: pytest.MonkeyPatch, pwrite: Callable[[int, bytes, int], int]
+) -> None:
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    manager = make_disk()
+    fill(manager, PROMPT).close()
+    push_down(manager)
+    for shelf in manager._books.host._disk.shelves:  # type: ignore[attr-defined]
+        shelf._writer.submit(int).result()
+        shelf._forget_written()
+    assert disk_counts(manager).kept == 0
+    cache = manager.open("", PROMPT, max_reuse=20)
+    assert cache.reused == 0
+    assert manager.match("", PROMPT) == 0
+    manager.check_integrity()
+    cache.close()
+    monkeypatch.undo()  # there is room again
+    fill(manager, PROMPT).close()
+    fill(manager, [9] * 24, scope="filler").close()
+    push_down(manager)
+    assert manager.open("", PROMPT, max_reuse=20).reused == 20
+
+
+@pytest.mark.parametrize("pwrite", [no_space, half])
+def test_a_cache_that_a_full_disk_did_not_take_is_lost_and_says_so(
+    make_parking: MakeDisk, monkeypatch: pytest.MonkeyPatch, pwrite: Callable[[int, bytes, int], int]
+) -> None:
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    manager = make_parking()
+    cache = manager.open("", PROMPT, max_reuse=0)
+    write(manager, cache, PROMPT, 18)
+    assert cache.suspend()
+    other = manager.open("x", PROMPT, max_reuse=0)
+    write(manager, other, [7] * 32, 32)
+    other.close()
+    for shelf in manager._books.host._disk.shelves:  # type: ignore[attr-defined]
+        shelf._writer.submit(int).result()
+        shelf._forget_written()
+    with pytest.raises(CacheLostError):
+        cache.resume(PROMPT)
+    cache.close()
+    assert parked(manager) == [0, 0]
+    manager.check_integrity()
 
 
 @pytest.fixture
