@@ -122,8 +122,6 @@ class RankTransfers:
                 self._waiters.submit(self._connect, number, str(message["endpoint"]), int(message["source"]))
             case "attend":
                 self._transceiver.attend(float(message["seconds"]))
-            case "end":
-                self._pipe.closing()
 
     def _load(self, number: int, after: int, request: PartRequest) -> None:
         def done(result: LoadResult) -> None:

@@ -31,7 +31,6 @@ def _serve(pipe: ParentPipe, spec: Message, follower: Follower, told: Message) -
     facts: Message = {"pid": os.getpid()}
     if resolution.runtime is None:
         follower.make_pools(told["blocks"])
-        pipe.listen(lambda message: pipe.closing() if message.get("do") == "end" else None)
         return facts
     memory = pool_memory(resolution)
     shard = follower.shard

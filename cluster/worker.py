@@ -21,13 +21,12 @@ from kvferry.cluster.preflight import check_ranks, check_worker_settings, engine
 from kvferry.cluster.roles import WorkerSpec, resolve_worker
 from kvferry.cluster.worker_service import (
     PeerBook,
-    RankProcess,
     RoleWorker,
     StatusSource,
     WorkerIdentity,
     add_worker_service,
 )
-from kvferry.core import ConfigError, Resolution, Role, codec, new_incarnation, resolved_line
+from kvferry.core import ConfigError, RankProcess, Resolution, Role, codec, new_incarnation, resolved_line
 from kvferry.decode import DecodeWorker
 from kvferry.engine import Message, ModelRunner, RankCommand, RankLostError, open_connector, rank_device
 from kvferry.kvcache import KVCacheManager, create_manager
@@ -180,7 +179,8 @@ async def _serve(loaded: LoadedWorker, ready: Callable[[Serving], None]) -> None
             add_transceiver_service(server, transceiver)
         await server.start()
         worker.start()
-        line = resolved_line(spec.name, spec.role.value, loaded.resolution)
+        sizes = (loaded.runner.settings.tensor_parallel, loaded.runner.settings.pipeline_parallel)
+        line = resolved_line(spec.name, spec.role.value, loaded.resolution, sizes)
         logger.info("%s", line)
         ready(Serving(source, line))
         connect = worker.connect if isinstance(worker, DecodeWorker) and transceiver is not None else None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvferry.cluster.kv_event_stream import event_batches
-from kvferry.core import BlockCounts, CacheStatistics, Resolution, Role, TierCounts, cache_codec, codec
+from kvferry.core import BlockCounts, CacheStatistics, RankProcess, Resolution, Role, TierCounts, cache_codec, codec
 from kvferry.kvcache import KVEventLog
 from kvferry.proto import admin_pb2, worker_pb2, worker_pb2_grpc
 
@@ -45,16 +45,6 @@ class RoleWorker(Protocol):
     async def state(self) -> HostState: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """One rank of a worker, and its process."""
-
-    rank: int
-    tp_rank: int
-    pp_rank: int
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +109,7 @@ class StatusSource:
             max_batch=identity.max_batch,
             peers=sorted(self._peers.ready),
             peer_errors=self._peers.errors,
-            ranks=[
-                admin_pb2.RankStatus(rank=each.rank, tp_rank=each.tp_rank, pp_rank=each.pp_rank, pid=each.pid)
-                for each in identity.ranks
-            ],
+            ranks=[codec.rank_process_to_wire(rank) for rank in identity.ranks],
         )
 
     async def report(self) -> worker_pb2.WorkerReport:

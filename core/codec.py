@@ -17,6 +17,7 @@ from kvferry.core.request import (
     BlockCounts,
     FinishReason,
     OutputDelta,
+    RankProcess,
     Role,
     Timings,
     TokenLogprob,
@@ -267,6 +268,14 @@ def resolution_from_wire(wire: admin_pb2.Resolution) -> Resolution:
         )
     except ValueError as error:
         raise InvalidRequestError(f"resolution: {error}", field="resolution") from None
+
+
+def rank_process_to_wire(rank: RankProcess) -> admin_pb2.RankStatus:
+    return admin_pb2.RankStatus(rank=rank.rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, pid=rank.pid)
+
+
+def rank_process_from_wire(wire: admin_pb2.RankStatus) -> RankProcess:
+    return RankProcess(wire.rank, wire.tp_rank, wire.pp_rank, wire.pid)
 
 
 def blocks_to_wire(counts: BlockCounts) -> admin_pb2.BlockCounts:

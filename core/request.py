@@ -98,6 +98,16 @@ class OutputDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One rank of a worker, its place among them, and its process."""
+
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCounts:
     """KV blocks of one worker, all layer groups together.
 

@@ -39,14 +39,17 @@ class Resolution:
         return f"{self.backend}/{self.runtime}" if self.runtime else "-"
 
 
-def resolved_line(worker: str, role: str, resolution: Resolution) -> str:
-    """The one line every worker logs when it is ready: machine-readable and stable."""
+def resolved_line(worker: str, role: str, resolution: Resolution, ranks: tuple[int, int] = (1, 1)) -> str:
+    """The one line every worker logs when it is ready: machine-readable and stable.
+
+    ranks: tensor and pipeline parallel sizes, which only workers of several ranks mention."""
+    sizes = f"tensor_parallel={ranks[0]} pipeline_parallel={ranks[1]} " if ranks != (1, 1) else ""
     runtime_source = resolution.runtime_source.value if resolution.runtime_source else "-"
     # One line that shell-like splitters read back: no line breaks, quotes or escapes inside the quoted reason.
     reason = " ".join(resolution.reason.split()).replace('"', "'").replace("\\", "/")
     return (
         f"resolved worker={worker} role={role} model={resolution.architecture} "
         f"transceiver={resolution.transceiver} transceiver_source={runtime_source} "
-        f"kv_manager={resolution.manager} kv_manager_source={resolution.manager_source.value} "
+        f"kv_manager={resolution.manager} kv_manager_source={resolution.manager_source.value} {sizes}"
         f'reason="{reason}"'
     )

@@ -86,8 +86,6 @@ def run_rank(pipe: ParentPipe, spec: Message, attach: Callable[[Follower, Messag
     except KVFerryError as error:
         pipe.answer(stage, error=error.message, field=error.field, config=isinstance(error, ConfigError))
         return 2
-    if attach is None:
-        pipe.listen(lambda message: pipe.closing() if message.get("do") == "end" else None)
     try:
         follower.follow()
     except KVFerryError as error:

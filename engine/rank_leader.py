@@ -17,7 +17,7 @@ import torch
 
 from kvferry.core import CheckpointError, ConfigError, KVLayout
 from kvferry.engine.rank_group import RankGroup, RankLostError
-from kvferry.engine.rank_pipe import ChildRank, Message
+from kvferry.engine.rank_pipe import END, ChildRank, Message
 from kvferry.engine.settings import EngineSettings
 from kvferry.engine.step_message import MessageKind, StepMessage, StepPlan, encode_message
 from kvferry.kvcache import KVPool, PageLog
@@ -177,7 +177,7 @@ class RankLeader:
             self._stop.set()
             with contextlib.suppress(RankLostError, AttributeError):
                 for child in self.children:
-                    child.tell({"do": "end"})
+                    child.tell(END)
         for child in self.children:
             child.close()
         shutil.rmtree(self._folder, ignore_errors=True)

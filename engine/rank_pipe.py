@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from typing import IO, Any
 from kvferry.engine.rank_group import RankLostError
 
 Message = dict[str, Any]
+END: Message = {"do": "end"}
+"""Rank 0 says that it will go: no failure of anybody."""
 _END_GRACE_S = 3.0
 
 
@@ -101,22 +104,29 @@ class ChildRank:
 class ParentPipe:
     """Rank 0, as another rank sees it. Takes standard input and output over: whatever else is printed goes to stderr.
 
-    When rank 0 has gone, this process ends at once, whatever it is doing.
+    When rank 0 has gone, this process ends at once, whatever it is doing: with status 0 when it had said so before.
     """
 
     def __init__(self) -> None:
+        # A stream of its own: a thread that waits in sys.stdin keeps the interpreter from ending in order.
+        self._in: IO[str] = os.fdopen(os.dup(0), "r")
         self._out: IO[str] = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self._write = threading.Lock()
-        self._closing = threading.Event()
+        self._unheard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="rank-0", daemon=True).start()
+
+    def _read(self) -> None:
+        announced = False
+        for line in self._in:
+            message: Message = json.loads(line)
+            announced |= message == END
+            self._unheard.put(message)
+        os._exit(0 if announced else 1)
 
     def hear(self) -> Message:
-        """The next message. Blocks; ends this process when there is no rank 0 to send one."""
-        line = sys.stdin.readline()
-        if not line:
-            os._exit(0 if self._closing.is_set() else 1)
-        message: Message = json.loads(line)
-        return message
+        """The next message. Blocks."""
+        return self._unheard.get()
 
     def listen(self, heard: Callable[[Message], None]) -> None:
         """From now on a thread hears, and calls `heard` with each message."""
@@ -125,7 +135,7 @@ class ParentPipe:
             while True:
                 heard(self.hear())
 
-        threading.Thread(target=run, name="rank-0", daemon=True).start()
+        threading.Thread(target=run, name="rank-0-heard", daemon=True).start()
 
     def say(self, message: Message) -> None:
         try:
@@ -137,7 +147,3 @@ class ParentPipe:
 
     def answer(self, key: str, **facts: Any) -> None:
         self.say({"answers": key, **facts})
-
-    def closing(self) -> None:
-        """Rank 0 said that this is the end: its going is no failure any more."""
-        self._closing.set()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvferry.core import BlockCounts, CacheStatistics, Resolution, Role, TierCounts
+from kvferry.core import BlockCounts, CacheStatistics, RankProcess, Resolution, Role, TierCounts
 
 
 class WorkerState(Enum):
@@ -36,6 +36,7 @@ class WorkerFacts:
 
     reported: the state it sees itself in. peers_ready: endpoints of prefill workers it made first contact with;
     peer_errors: why it cannot work with others. requests: leg state -> how many. cache, tiers: of the KV cache.
+    ranks: the worker's processes.
     """
 
     name: str
@@ -55,5 +56,6 @@ class WorkerFacts:
     requests: Mapping[str, int] = field(default_factory=dict)
     cache: CacheStatistics = field(default_factory=CacheStatistics)
     tiers: tuple[TierCounts, ...] = ()
+    ranks: tuple[RankProcess, ...] = ()
     peers_ready: frozenset[str] = frozenset()
     peer_errors: Mapping[str, str] = field(default_factory=dict)

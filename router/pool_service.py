@@ -111,6 +111,7 @@ def facts_from_wire(report: worker_pb2.WorkerReport) -> WorkerFacts:
         kv_cache_core=status.kv_cache_core,
         blocks=codec.blocks_from_wire(status.blocks),
         requests=dict(status.requests),
+        ranks=tuple(codec.rank_process_from_wire(rank) for rank in status.ranks),
         cache=cache_codec.statistics_from_wire(status.cache),
         tiers=tuple(cache_codec.tier_from_wire(tier) for tier in status.tiers),
         peers_ready=frozenset(report.peers_ready),

@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.cluster import membership
 from kvferry.cluster.membership import PoolMember
-from kvferry.cluster.worker_service import PeerBook, RankProcess, StatusSource, WorkerIdentity
-from kvferry.core import BlockCounts, CacheStatistics, Resolution, Role, Source, TransferError
+from kvferry.cluster.worker_service import PeerBook, StatusSource, WorkerIdentity
+from kvferry.core import BlockCounts, CacheStatistics, RankProcess, Resolution, Role, Source, TransferError
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 
 PATIENCE_S = 10.0

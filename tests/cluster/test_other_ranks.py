@@ -19,6 +19,7 @@ from kvferry.cluster.other_ranks import (
 )
 from kvferry.core import BlockTable, TokenRange, TransferError
 from kvferry.engine import RankLostError
+from kvferry.engine.rank_pipe import END
 from kvferry.transceiver import LoadResult, PartRequest
 
 REQUEST = PartRequest(
@@ -98,13 +99,9 @@ class Pipe:
 
     def __init__(self) -> None:
         self.heard: Callable[[Any], None] = lambda message: None
-        self.closed = False
 
     def say(self, message: Any) -> None:
         self.heard(json.loads(json.dumps(message)))
-
-    def closing(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -164,12 +161,11 @@ def test_first_contact_is_made_or_refused_by_name(ends: Any) -> None:
         rank.connect("nobody", 0).result(5)
 
 
-def test_attention_and_the_end_are_passed_on(ends: Any) -> None:
-    rank, transfers, leader, pipe = ends
+def test_attention_is_passed_on_and_the_end_is_not_its_business(ends: Any) -> None:
+    rank, transfers, leader, _ = ends
     rank.attend(1.5)
+    leader.children[0].tell(END)
     assert transfers.calls == [("attend", 1.5)]
-    leader.children[0].tell({"do": "end"})
-    assert pipe.closed
 
 
 def test_nothing_is_said_to_a_rank_that_is_gone(ends: Any) -> None:

@@ -142,6 +142,11 @@ def test_one_port_cannot_serve_two_front_ends(tmp_path: Path) -> None:
     [
         ({"transceiver.runtime": "CPP"}, "engine.tensor_parallel", "transceiver NIXL/CPP"),
         ({"transceiver.wire_format": "int8"}, "transceiver.wire_format", "set it to stored"),
+        (
+            {"kv_cache.connector": "directory", "kv_cache.connector_address": "/tmp", "kv_cache.manager": "V1"},
+            "kv_cache.connector",
+            "workers of several ranks cannot use",
+        ),
     ],
 )
 def test_what_workers_of_several_ranks_cannot_have(

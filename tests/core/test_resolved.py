@@ -24,6 +24,11 @@ def test_the_line_is_stable() -> None:
     )
 
 
+def test_a_worker_of_several_ranks_says_how_many() -> None:
+    line = resolved_line("decode-0", "decode", resolution(), (2, 3))
+    assert line.endswith('kv_manager_source=user tensor_parallel=2 pipeline_parallel=3 reason="because"')
+
+
 def test_aggregated_serving_has_dashes() -> None:
     fields = parsed(resolved_line("aggregated-0", "aggregated", resolution(runtime=None)))
     assert (fields["transceiver"], fields["transceiver_source"]) == ("-", "-")

@@ -150,6 +150,7 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
             blocks=admin_pb2.BlockCounts(total=100, free=90, cached=30),
             cache=admin_pb2.CacheStatistics(prompt_tokens=50, reused_tokens=20, evicted_blocks=7, suspensions=2),
             tiers=[admin_pb2.TierCounts(tier="host", total=10, free=3, kept=5, parked=2)],
+            ranks=[admin_pb2.RankStatus(rank=n, tp_rank=n, pp_rank=0, pid=4711 + n) for n in range(2)],
         )
         errors = dict.fromkeys(self.peers, self.refuses) if self.refuses else {}
         ready = [] if self.refuses else sorted(self.peers)

@@ -29,6 +29,10 @@ async def test_status_shows_what_every_worker_runs_with(cluster: Any) -> None:
     assert (decode.resolution.backend, decode.resolution.runtime, decode.resolution.manager) == ("NIXL", "PYTHON", "V2")
     assert (decode.blocks.total, decode.blocks.free) == (100, 90)
     assert list(decode.peers) == [prefill.endpoint]
+    assert [(rank.rank, rank.tp_rank, rank.pp_rank, rank.pid) for rank in decode.ranks] == [
+        (0, 0, 0, 4711),
+        (1, 1, 0, 4712),
+    ]
     assert other.incarnation == "prefill-0-1"
     assert status.router.endpoint == cluster.addresses.grpc
     assert status.router.model == "fake"
