@@ -185,8 +185,8 @@ class RankedTransceiver(Transceiver, ControlTarget):
     def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:
         with self._lock:
             load = self._loads.pop(load_id, None)
-        if load is None:
-            on_quiet()
+        if load is None:  # ended well, or a push, which is this rank's alone
+            self._own.when_quiet(load_id, on_quiet)
         else:
             load.when_quiet(on_quiet)
 
