@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvferry.core import DType, GroupKind, KVLayout
-from kvferry.engine.kv_rows import decode_rows, encode_rows
+from kvferry.kvcache.rows import decode_rows, encode_rows
 
 
 @pytest.mark.parametrize(
