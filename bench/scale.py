@@ -22,11 +22,11 @@ from rich.table import Table
 from kvferry.bench.floor import TOKENS_PER_BLOCK, machine
 from kvferry.engine import KV_DTYPES
 from kvferry.engine.attention import PagedAttention
-from kvferry.engine.kv_rows import encode_rows
 from kvferry.engine.linear import PRECISIONS
 from kvferry.engine.operators import operators_for
 from kvferry.engine.spans import AttentionChunk
 from kvferry.kvcache.pool import build_pool
+from kvferry.kvcache.rows import encode_rows
 from kvferry.models import ForwardBatch, Linear, load_model, progress_bar, resolve_model
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

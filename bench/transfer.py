@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.bench.floor import machine
+from kvferry.bench.hand_off import HandOffRow, HandOffs, measure_hand_offs, serving
 from kvferry.bench.source_process import SourceProcess
 from kvferry.bench.transfer_shapes import SHAPES, Shape, make_pool, place, route_resolution
 from kvferry.bench.transfer_source import BARE, bare_agent
 from kvferry.core import BlockTable, RankInfo, Role, SamplingParams, TokenRange, new_incarnation
 from kvferry.engine import LLM
-from kvferry.kvcache import KVPool
 from kvferry.transceiver import Agent, Direction, LoadResult, OpState, Transceiver, create_transceiver, pool_memory
 from kvferry.transceiver.planner import RankTables, plan_transfer
 
@@ -35,6 +35,8 @@ IDLE_S = 2.0
 SETTLE_S = 4.0
 """A target keeps an eye on a new peer for a while."""
 PATIENCE_S = 60.0
+PART_TOKENS = 512
+"""What a prefill step computes of a prompt: `engine.step_token_budget`'s default."""
 _TTFT_TOKENS = 2048
 
 
@@ -87,12 +89,13 @@ class Bench:
         self._memory = pool_memory(self._resolution)
         self._pool = make_pool(shape.layout, shape.blocks, self._memory.allocate if self._memory else None)
         self._private = make_pool(shape.layout, shape.blocks, None).buffer
-        self._transceiver = self._create(self._pool)
+        self._stack = ExitStack()
+        self._transceiver = self._stack.enter_context(serving(self._create))
         self._rank = self._transceiver.connect(source.endpoint)
         self._bare = self._connect_bare()
 
     def close(self) -> None:
-        self._transceiver.close()
+        self._stack.close()
         self._bare.close()
         if self._memory is not None:
             self._memory.close()
@@ -122,6 +125,21 @@ class Bench:
             bare_fraction=bare_s / load_s,
             memcpy_gbytes_per_s=nbytes / memcpy_s / 1e9,
             load_ms=load_s * 1e3,
+        )
+
+    def hand_offs(self, tokens: int, rounds: int, prefill_s: float | None) -> list[HandOffRow]:
+        """Of every schedule and flow the route has."""
+        resolution = self._resolution
+        block_tokens = self.shape.layout.tokens_per_block
+        return measure_hand_offs(
+            HandOffs(self._transceiver, self._source, self._rank),
+            (resolution.backend, resolution.runtime or "", resolution.manager),
+            self.shape_name,
+            block_tokens,
+            tokens,
+            min(PART_TOKENS, tokens),
+            rounds,
+            prefill_s,
         )
 
     def idle(self) -> IdleRow:
@@ -180,15 +198,15 @@ class Bench:
 
     # -- setting up ---------------------------------------------------------------------------------------
 
-    def _create(self, pool: KVPool) -> Transceiver:
+    def _create(self, endpoint: str) -> Transceiver:
         return create_transceiver(
             resolution=self._resolution,
             worker="bench-decode",
             role=Role.DECODE,
             incarnation=new_incarnation(),
             model_fingerprint=self.shape_name,
-            pools=[pool],
-            endpoint="127.0.0.1:1",
+            pools=[self._pool],
+            endpoint=endpoint,
             transfer_timeout_ms=60_000,
             memory=self._memory,
         )
@@ -218,18 +236,22 @@ def _bench(route: str, shape_name: str) -> Iterator[Bench]:
 
 def measure(
     routes: Sequence[str], shapes: Sequence[str], rounds: int, prefill_s: dict[int, float]
-) -> tuple[list[TransferRow], list[IdleRow]]:
-    """prefill_s: seconds by prompt length, for SmolLM2's share of the time to first token."""
-    rows, idle = [], []
+) -> tuple[list[TransferRow], list[HandOffRow], list[IdleRow]]:
+    """prefill_s: seconds by prompt length, for SmolLM2's share of the time to first token. Hand-offs are measured of
+    SmolLM2 at 2048 tokens, or the longest prompt below."""
+    rows, hand_offs, idle = [], [], []
     for shape_name in shapes:
         for route in routes:
             with _bench(route, shape_name) as bench:
                 for tokens in bench.shape.tokens:
                     computed = prefill_s.get(tokens) if shape_name == "smollm2" else None
                     rows += [bench.measure(tokens, entry, rounds, computed) for entry in bench.shape.placements]
+                if shape_name == "smollm2":
+                    longest = max(tokens for tokens in bench.shape.tokens if tokens <= _TTFT_TOKENS)
+                    hand_offs += bench.hand_offs(longest, rounds, prefill_s.get(longest))
                 if shape_name == shapes[0]:
                     idle.append(bench.idle())
-    return compare_to_mooncake(rows), idle
+    return compare_to_mooncake(rows), hand_offs, idle
 
 
 def compare_to_mooncake(rows: Sequence[TransferRow]) -> list[TransferRow]:
@@ -286,6 +308,24 @@ def as_table(rows: Sequence[TransferRow]) -> Table:
     return table
 
 
+def hand_off_table(rows: Sequence[HandOffRow]) -> Table:
+    table = Table(title="From the last prefill step to the first decode step: medians")
+    for name in ("route", "schedule", "flow", "tokens", "in parts of", "one block, ms", "all, ms", "of TTFT"):
+        table.add_column(name, justify="left" if name in ("route", "schedule", "flow") else "right")
+    for row in rows:
+        table.add_row(
+            f"{row.backend}/{row.runtime}",
+            row.schedule,
+            row.flow,
+            str(row.tokens),
+            str(row.part_tokens),
+            f"{row.overhead_ms:.2f}",
+            f"{row.exposed_ms:.2f}",
+            "" if row.exposed_share is None else f"{row.exposed_share:.2%}",
+        )
+    return table
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvferry.bench.transfer", description=__doc__)
     parser.add_argument("--route", action="append", choices=ROUTES, help="may be repeated; all by default")
@@ -298,13 +338,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
     prefill_s = {} if options.no_prefill else measure_prefill(options.threads)
-    rows, idle = measure(options.route or ROUTES, options.shape or SHAPES.names(), options.rounds, prefill_s)
+    rows, hand_offs, idle = measure(options.route or ROUTES, options.shape or SHAPES.names(), options.rounds, prefill_s)
     if options.json:
         facts = {**machine(options.threads), "idle": {row.route: row.core_share for row in idle}}
-        print(json.dumps({"machine": facts, "rows": [asdict(row) for row in rows]}))
+        found = {"rows": [asdict(row) for row in rows], "hand_offs": [asdict(row) for row in hand_offs]}
+        print(json.dumps({"machine": facts, **found}))
         return
     console = Console(width=140)
     console.print(as_table(rows))
+    if hand_offs:
+        console.print(hand_off_table(hand_offs))
     for row in idle:
         console.print(f"idle {row.route}: {row.core_share:.2%} of a core")
 

@@ -32,6 +32,7 @@ from kvferry.transceiver.nixl import NixlAgent
 from kvferry.transceiver.shm import ShmAgent
 
 BARE = "bare-source"
+_PART_S = 60.0
 _MOONCAKE_BATCH = 1024
 """More than twice that in one call and Mooncake's engine never works again."""
 
@@ -81,6 +82,7 @@ class TransferSource:
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         answers = {
             "advertise": self._advertise,
+            "push": self._push,
             "bare": self._describe_bare,
             "look": self._look,
             "rest": self._rest,
@@ -91,9 +93,30 @@ class TransferSource:
     def _advertise(self, command: dict[str, Any]) -> dict[str, Any]:
         ids = command["ids"]
         hold = _Hold(BlockTable(tuple(ids), tuple(self._pool.generations[ids].tolist())))
-        started = time.perf_counter()
+        computed_s, started = time.monotonic(), time.perf_counter()
         handle = self._transceiver.advertise(hold, TokenRange(0, command["tokens"]), b"b" * 32, hold.release)
-        return {"handle": handle.hex(), "seconds": time.perf_counter() - started}
+        return {"handle": handle.hex(), "seconds": time.perf_counter() - started, "computed_s": computed_s}
+
+    def _push(self, command: dict[str, Any]) -> dict[str, Any]:
+        """One part after the other, each when the one before has been written; when the last was handed in."""
+        side, ids, stops = self._transceiver.push_side, command["ids"], command["stops"]
+        assert side is not None
+        hold = _Hold(BlockTable(tuple(ids), tuple(self._pool.generations[ids].tolist())))
+        written = threading.Event()
+
+        def failed(reason: str) -> None:
+            written.set()
+
+        push_id, tokens = side.open_push(bytes.fromhex(command["grant"]), b"b" * 32, failed)
+        computed_s, start = 0.0, tokens.start
+        for stop in stops:
+            written.clear()
+            computed_s = time.monotonic()
+            side.push(push_id, hold, TokenRange(start, stop), written.set)
+            start = stop
+            if stop != stops[-1]:
+                written.wait(_PART_S)
+        return {"computed_s": computed_s}
 
     def _describe_bare(self, command: dict[str, Any]) -> dict[str, Any]:
         """A second agent over the same memory, with nothing of ours on top."""

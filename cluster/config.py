@@ -154,6 +154,10 @@ class RouterConfig(Section):
         default="prefill_first",
         description="decode_first: decode reserves before the prompt is computed and loads it part by part meanwhile",
     )
+    flow: Literal["pull", "push"] = Field(
+        default="push",
+        description="with decode_first, who moves the parts: push: prefill writes them where it can, else decode pulls",
+    )
     max_running: int = Field(default=256, ge=1, description="requests in the workers at once")
     max_queued: int = Field(default=1024, ge=0, description="requests waiting for a place; past it RESOURCE_EXHAUSTED")
     retries: int = Field(default=2, ge=0, description="how often a request is started again after a worker failed")

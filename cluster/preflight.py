@@ -12,7 +12,7 @@ import torch
 
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.roles import RolePlan
-from kvferry.core import CheckpointError, ConfigError, Resolution
+from kvferry.core import CheckpointError, ConfigError, KVLayout, Resolution
 from kvferry.engine import KV_DTYPES, EngineSettings, rank_device, rank_layouts
 from kvferry.kvcache.factory import NO_CONNECTORS_OF_RANKS, NO_TIERS_OF_RANKS
 from kvferry.kvcache.pool import blocks_for_budget
@@ -63,15 +63,19 @@ def check_workers(plans: Sequence[RolePlan]) -> None:
     """Engine settings, devices and memory, for workers that all run on this machine. Raises ConfigError."""
     for plan in plans:
         check_worker_settings(plan.config)
+    _check_host(plans, wire_nbytes=0)
+
+
+def _check_host(plans: Sequence[RolePlan], wire_nbytes: int) -> None:
     # Pools of accelerators are in their own memory; each worker checks those when it loads.
     on_host = [plan for plan in plans if torch.device(plan.config.engine.device).type == "cpu"]
     total = sum(plan.count * (plan.config.kv_cache.bytes + plan.config.kv_cache.host_bytes) for plan in on_host)
-    check_memory(total, workers=sum(plan.count for plan in on_host))
+    check_memory(total, workers=sum(plan.count for plan in on_host), wire_nbytes=wire_nbytes)
 
 
 def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
     """The checkpoint, and what every role sets against it. Raises CheckpointError, ConfigError."""
-    model = inspect_model(model_dir)
+    model, wire_nbytes = inspect_model(model_dir), 0
     _check_vocabulary(Tokenizer.load(model_dir), model, model_dir)
     for plan in plans:
         settings = engine_settings(plan.config, threads=None)
@@ -82,7 +86,20 @@ def check_checkpoint(model_dir: Path, plans: Sequence[RolePlan]) -> None:
         whole = model.layouts(settings.tokens_per_block, settings.kv_dtype)
         cache = plan.config.kv_cache
         blocks_for_budget(held or whole, cache.bytes, typical_tokens=cache.typical_tokens)
-        wire_layouts(whole, wire)
+        wire_nbytes += plan.count * wire_pools_nbytes(whole, cache.bytes, wire, cache.typical_tokens)
+    if wire_nbytes:
+        _check_host(plans, wire_nbytes)
+
+
+def wire_pools_nbytes(
+    layouts: Sequence[KVLayout], nbytes: int, wire: WireFormat, typical_tokens: int | None = None
+) -> int:
+    """What one worker whose pools have `nbytes` takes beside them, in host memory, for KV in its wire format. Raises
+    ConfigError when the model's KV cannot have it."""
+    if wire is WireFormat.STORED:
+        return 0
+    slots = sum(layout.slot_nbytes for layout in wire_layouts(layouts, wire))
+    return blocks_for_budget(layouts, nbytes, typical_tokens=typical_tokens) * slots
 
 
 def check_ranks(settings: EngineSettings, resolution: Resolution, wire: WireFormat) -> None:
@@ -113,12 +130,14 @@ def check_device(name: str) -> None:
         ) from None
 
 
-def check_memory(nbytes: int, workers: int) -> None:
+def check_memory(nbytes: int, workers: int, wire_nbytes: int = 0) -> None:
+    """wire_nbytes: what KV in its wire format takes beside the pools."""
     available = available_nbytes()
-    if nbytes > available:
+    if nbytes + wire_nbytes > available:
+        wires = f", and {wire_nbytes} more for transceiver.wire_format" if wire_nbytes else ""
         raise ConfigError(
             f"kv_cache.bytes and kv_cache.host_bytes of {workers} worker{'s' if workers != 1 else ''} come to "
-            f"{nbytes} bytes, but this machine has {available} available: lower kv_cache.bytes",
+            f"{nbytes} bytes{wires}, but this machine has {available} available: lower kv_cache.bytes",
             field="kv_cache.bytes",
         )
 

@@ -23,7 +23,7 @@ from kvferry.resolution import (
     read_config,
     resolve,
 )
-from kvferry.router import POLICIES, RouterSettings, Schedule
+from kvferry.router import POLICIES, Flow, RouterSettings, Schedule
 
 _BACKEND_VARIABLES = "KVFERRY_USE_"
 
@@ -193,6 +193,7 @@ def router_settings(
         prefill_policy=config.router.prefill_policy,
         decode_policy=config.router.decode_policy,
         schedule=Schedule(config.router.schedule),
+        flow=Flow(config.router.flow),
         max_running=config.router.max_running,
         max_queued=config.router.max_queued,
         worker_wait_s=config.router.worker_wait_s,

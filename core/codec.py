@@ -26,7 +26,7 @@ from kvferry.core.request import (
 )
 from kvferry.core.resolved import Resolution, Source
 from kvferry.core.sampling import SamplingParams, check_count
-from kvferry.core.transfer import BlockTable, HandOffPart, RankInfo, TransferHandle
+from kvferry.core.transfer import BlockTable, HandOffPart, PeerAddress, ProcessIdentity, RankInfo, TransferHandle
 from kvferry.proto import admin_pb2, generation_pb2, worker_pb2
 
 M = TypeVar("M", bound=Message)
@@ -301,6 +301,22 @@ def part_to_wire(part: HandOffPart) -> worker_pb2.HandOffPart:
 
 def part_from_wire(wire: worker_pb2.HandOffPart) -> HandOffPart:
     return HandOffPart(wire.handle, wire.stop)
+
+
+def address_to_wire(address: PeerAddress) -> worker_pb2.Peer:
+    return worker_pb2.Peer(endpoint=address.endpoint, incarnation=address.incarnation)
+
+
+def address_from_wire(wire: worker_pb2.Peer) -> PeerAddress:
+    return PeerAddress(wire.endpoint, wire.incarnation)
+
+
+def process_to_wire(process: ProcessIdentity) -> worker_pb2.ProcessIdentity:
+    return worker_pb2.ProcessIdentity(machine=process.machine, pid=process.pid, started=process.started)
+
+
+def process_from_wire(wire: worker_pb2.ProcessIdentity) -> ProcessIdentity:
+    return ProcessIdentity(wire.machine, wire.pid, wire.started)
 
 
 def layout_to_wire(layout: KVLayout) -> worker_pb2.KVLayout:

@@ -79,6 +79,24 @@ class TransferHandle:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """One life of a worker, and where its control channel is: host:port."""
+
+    endpoint: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, for whoever runs on the same machine. machine: of this boot, and of this namespace of process ids.
+    started: clock ticks since boot, so that a later process with the same id is another."""
+
+    machine: str
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
 class HandOffPart:
     """An advertised stretch of a prompt whose rest is still being computed: it ends at position `stop` and begins where
     the part before it ended."""

@@ -11,7 +11,7 @@ import grpc
 
 from kvferry.core import DECODE_TRANSITIONS, DecodeLeg, Lifecycle, OutputDelta, codec
 from kvferry.decode.loader import TransceiverLoader
-from kvferry.engine import EngineHost, EngineState, GenerationScheduler, ModelRunner, Sequence, abort
+from kvferry.engine import EngineHost, EngineState, GenerationScheduler, Granted, ModelRunner, Sequence, abort
 from kvferry.kvcache import KVCacheManager
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 from kvferry.text import Tokenizer
@@ -91,10 +91,14 @@ class DecodeWorker(worker_pb2_grpc.DecodeServicer):
             wire = (await anext(steps)).reserve
             request_id = wire.request.request_id
             sequence = self._sequence(wire)
-            async with self._host.run(sequence, lambda: self._scheduler.add_reserved(sequence)) as events:
+            writer = codec.address_from_wire(wire.writer) if wire.HasField("writer") else None
+            async with self._host.run(sequence, lambda: self._scheduler.add_reserved(sequence, writer)) as events:
                 feeding = asyncio.create_task(self._feed(sequence.key, steps))
                 try:
                     async for event in events:
+                        if isinstance(event, Granted):
+                            yield worker_pb2.DecodeReply(grant=event.grant)
+                            continue
                         assert isinstance(event, OutputDelta)
                         yield codec.delta_to_wire(event)
                         if event.finish_reason is not None:

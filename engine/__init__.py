@@ -2,7 +2,7 @@
 
 from kvferry.engine.connectors import open_connector
 from kvferry.engine.follower import Follower, run_rank
-from kvferry.engine.generation import DecodeSequence, GenerationScheduler, KVLoader, LoadOutcome
+from kvferry.engine.generation import DecodeSequence, GenerationScheduler, Granted, KVLoader, LoadOutcome
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.linear import linear_factory
 from kvferry.engine.llm import LLM, BeamCompletion, BeamSequence, Completion
@@ -34,6 +34,7 @@ __all__ = [
     "EventStream",
     "Follower",
     "GenerationScheduler",
+    "Granted",
     "KVLoader",
     "Kernels",
     "LoadOutcome",

@@ -15,9 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvferry.core import AxisOrder, DType, GroupKind
 from kvferry.engine.kernels import Kernels, use_native, use_triton
-from kvferry.engine.kv_rows import RowWriter, decode_rows, encode_rows
+from kvferry.engine.kv_rows import RowWriter
 from kvferry.engine.spans import AttentionChunk, Span, lowest_attended, spans_of
 from kvferry.kvcache import KVPool
+from kvferry.kvcache.rows import decode_rows, encode_rows
 from kvferry.models.rope import rotate
 
 

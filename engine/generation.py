@@ -13,6 +13,7 @@ from kvferry.core import (
     DecodeLeg,
     HandOffPart,
     KVFerryError,
+    PeerAddress,
     RequestCancelledError,
     TokenRange,
     TransferError,
@@ -41,6 +42,13 @@ class LoadOutcome:
     in_part: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """There is room for a reserved sequence. grant: what its writer needs to write to it; empty: it is to be pulled."""
+
+    grant: bytes
+
+
 class KVLoader(Protocol):
     """Brings KV computed elsewhere into local blocks. Called, and calls back, on the engine thread."""
 
@@ -53,6 +61,20 @@ class KVLoader(Protocol):
         done: Callable[[LoadOutcome], None],
     ) -> int:
         """Returns a load id; `done` follows exactly once, later. Raises TransferError for a handle that is void."""
+
+    def grant(
+        self,
+        writer: PeerAddress,
+        tokens_digest: bytes,
+        tables: tuple[BlockTable, ...],
+        tokens: TokenRange,
+        done: Callable[[LoadOutcome], None],
+    ) -> tuple[int, bytes] | None:
+        """As `start`, for what `writer` will write by itself: the load id, and the grant it needs for that. None where
+        KV is only pulled."""
+
+    def due(self, load_id: int) -> None:
+        """The writer has computed all that it is to write."""
 
     def cancel(self, load_id: int) -> None:
         """`done` still follows."""
@@ -67,6 +89,7 @@ class _Arrival:
 
     load_id: of the part that is being loaded. reached: the position up to which parts have arrived. in_part: see
     `LoadOutcome`. failure: why the first one that did not failed; the sequence has no cache then.
+    writer: who may write it here, if there is somebody. granted: the load that is under way is that of the writer.
     """
 
     sequence: DecodeSequence
@@ -77,6 +100,8 @@ class _Arrival:
     nbytes: int = 0
     in_part: bool = False
     failure: str | None = None
+    writer: PeerAddress | None = None
+    granted: bool = False
 
 
 class GenerationScheduler(BatchScheduler[DecodeLeg]):
@@ -108,21 +133,21 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         part = HandOffPart(handle, len(sequence.tokens) - 1)
         self._announce(_Arrival(sequence, deque([part]), whole=True))
 
-    def add_reserved(self, sequence: DecodeSequence) -> None:
+    def add_reserved(self, sequence: DecodeSequence, writer: PeerAddress | None = None) -> None:
         """As `add`, for a sequence whose KV another worker is about to compute: `add_part` says where it is, and
-        `start`, which must follow, what the next token is."""
-        self._announce(_Arrival(sequence))
+        `start`, which must follow, what the next token is. With a writer `Granted` is emitted once there is room: it
+        writes all of it, or makes itself known by a part, which takes the grant back."""
+        self._announce(_Arrival(sequence, writer=writer))
 
     def add_part(self, key: int, part: HandOffPart) -> None:
         """Unknown and ended keys are ignored."""
         arrival = self._arrival(key)
         if arrival is not None:
-            arrival.parts.append(part)
-            self._load_next(arrival)
+            self._pull(arrival, part)
 
     def start(self, key: int, request: WorkerRequest, handle: bytes, cached_tokens: int) -> None:
-        """All that a reserved sequence lacks is advertised under `handle`, but for the KV of the last token of
-        `request`. Unknown and ended keys are ignored."""
+        """All that a reserved sequence lacks, but for the KV of the last token of `request`, is advertised under
+        `handle` or, without one, written where it was granted. Unknown and ended keys are ignored."""
         arrival = self._arrival(key)
         if arrival is None:
             return
@@ -131,9 +156,23 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         sequence.cached_tokens = cached_tokens
         if key in self._loading:
             sequence.mark("loading")  # what came before was hidden behind the prompt's computing
-        arrival.parts.append(HandOffPart(handle, len(sequence.tokens) - 1))
         arrival.whole = True
-        self._load_next(arrival)
+        if handle:
+            self._pull(arrival, HandOffPart(handle, len(sequence.tokens) - 1))
+        elif arrival.granted and arrival.load_id is not None:
+            assert self._loader is not None
+            self._loader.due(arrival.load_id)
+        else:
+            self._load_next(arrival)
+
+    def _pull(self, arrival: _Arrival, part: HandOffPart) -> None:
+        """`part` is advertised. Its source then does not write: what it was granted is taken back first."""
+        arrival.parts.append(part)
+        if arrival.granted and arrival.load_id is not None:
+            assert self._loader is not None
+            self._loader.cancel(arrival.load_id)
+        else:
+            self._load_next(arrival)
 
     def _announce(self, arrival: _Arrival) -> None:
         if self._loader is None:
@@ -235,7 +274,30 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
             sequence.mark("loading")
         arrival.reached = sequence.cache.history
         self._loading[sequence.key] = arrival
-        self._load_next(arrival)
+        if arrival.writer is not None and not arrival.parts and not arrival.whole:
+            self._grant(arrival, arrival.writer)
+        else:
+            self._load_next(arrival)
+
+    def _grant(self, arrival: _Arrival, writer: PeerAddress) -> None:
+        """Lets the writer fill the cache, if there is something left to fill and it can."""
+        assert self._loader is not None
+        sequence = arrival.sequence
+        stop = len(sequence.tokens)
+        granted = None
+        if arrival.reached < stop:
+            tokens, part = TokenRange(arrival.reached, stop), HandOffPart(b"", stop)
+            granted = self._loader.grant(
+                writer,
+                sequence.digest(stop),
+                self._tables(sequence),
+                tokens,
+                lambda outcome: self._loaded(sequence.key, part, outcome),
+            )
+        if granted is not None:
+            sequence.leg.to(DecodeLeg.LOADING)
+            arrival.load_id, arrival.granted = granted[0], True
+        self._emit(sequence.key, Granted(granted[1] if granted is not None else b""))
 
     def _load_next(self, arrival: _Arrival) -> None:
         """Loads the next part there is, one at a time; what has failed before only tells the source to let go."""
@@ -281,6 +343,8 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         """A part has come, or failed; pages that nobody waits for any more are given back."""
         arrival = self._loading[key]
         load_id, arrival.load_id = arrival.load_id, None
+        taken_back = arrival.granted and bool(arrival.parts)
+        arrival.granted = False
         if arrival.sequence.leg.ended:
             del self._loading[key]
             self._give_pages_back(arrival.sequence, load_id, outcome.in_doubt)
@@ -289,6 +353,8 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
             arrival.nbytes += outcome.nbytes
             arrival.in_part |= outcome.in_part
             arrival.reached = max(arrival.reached, part.stop)
+        elif taken_back and not outcome.in_doubt:
+            logger.info("pulled, not pushed", extra={"request_id": arrival.sequence.request.request_id})
         elif arrival.failure is None:
             logger.warning(
                 "KV load failed: %s", outcome.error, extra={"request_id": arrival.sequence.request.request_id}
@@ -304,6 +370,9 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
         """Nothing is left to load: run, compute here instead, or fail."""
         sequence = arrival.sequence
         del self._loading[sequence.key]
+        if arrival.failure is None and arrival.reached < len(sequence.tokens) - 1:
+            arrival.failure = f"only positions up to {arrival.reached} have come"
+            self._give_pages_back(sequence, None, in_doubt=False)
         if arrival.failure is None:
             self._begin_decoding(arrival)
         elif self._recompute:

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear, pad
 
+from kvferry.kvcache.rows import INT8_LARGEST, divided_to_int8, round_to_int8
 from kvferry.models import Linear, PlainLinear
 
 GROUP = 32
 """Columns that share a scale. The compiled kernels have the same number."""
 
-_LARGEST = 127
-_TINY, _HUGE = 1e-37, 3e38
-"""Scales outside have no usable inverse: such a group is all zero, or not finite."""
 _ROWS_AT_ONCE = 1 << 12
 
 
@@ -43,8 +41,8 @@ def quantise_weight(weight: torch.Tensor) -> Int8Weight:
 
 def _quantise_weight(weight: torch.Tensor) -> Int8Weight:
     groups = _grouped(weight.float())
-    scales = _bfloat16_up(groups.abs().amax(dim=-1) / _LARGEST)
-    return Int8Weight(_rounded(groups, scales.float()).flatten(1)[:, : weight.shape[1]].contiguous(), scales)
+    scales = _bfloat16_up(groups.abs().amax(dim=-1) / INT8_LARGEST)
+    return Int8Weight(divided_to_int8(groups, scales.float()).flatten(1)[:, : weight.shape[1]].contiguous(), scales)
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,22 +52,10 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.flatten(1)[:, : x.shape[1]], scales
 
 
-def round_to_int8(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """groups: float32 [..., values that share a scale]. Returns int8 of that shape, and float32 scales [...]."""
-    scales = groups.abs().amax(dim=-1) / _LARGEST
-    return _rounded(groups, scales), scales
-
-
 def _grouped(x: torch.Tensor) -> torch.Tensor:
     """[rows, groups, GROUP], zero-padded."""
     groups = -(-x.shape[1] // GROUP)
     return pad(x, (0, groups * GROUP - x.shape[1])).view(x.shape[0], groups, GROUP)
-
-
-def _rounded(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    usable = (scales > _TINY) & (scales <= _HUGE)
-    inverse = torch.where(usable, 1.0 / scales, 0.0)
-    return (groups * inverse.unsqueeze(-1)).nan_to_num().round().to(torch.int8)
 
 
 def _bfloat16_up(scales: torch.Tensor) -> torch.Tensor:

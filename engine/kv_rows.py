@@ -1,4 +1,4 @@
-"""Rows of K and V as a pool stores them, in torch. A *row* is one token of one head of one plane."""
+"""A step's rows of K and V in their pool, in torch. A *row* is one token of one head of one plane."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.core import AxisOrder, DType
-from kvferry.engine.int8 import round_to_int8
+from kvferry.core import AxisOrder
 from kvferry.engine.spans import Span
 from kvferry.kvcache import KVPool
-
-
-def encode_rows(x: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """x: [..., head_dim]. Returns [..., elements of a row], in the type that pools of `dtype` have."""
-    if dtype is not DType.INT8:
-        return x.to(getattr(torch, dtype.value))
-    values, scales = round_to_int8(x.float())
-    return torch.cat((values, scales.unsqueeze(-1).view(torch.int8)), dim=-1)
-
-
-def decode_rows(rows: torch.Tensor, stored: DType, dtype: torch.dtype) -> torch.Tensor:
-    """[..., head_dim] of `dtype`, from what `encode_rows` made."""
-    if stored is not DType.INT8:
-        return rows.to(dtype)
-    nbytes = DType.INT8.row_scale_nbytes
-    scales = rows[..., -nbytes:].contiguous().view(torch.float32)
-    return (rows[..., :-nbytes].float() * scales).to(dtype)
+from kvferry.kvcache.rows import encode_rows
 
 
 class RowWriter:

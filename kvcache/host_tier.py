@@ -18,7 +18,7 @@ from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule, lead_group
 from kvferry.kvcache.parked import Parked, StoredRows
 from kvferry.kvcache.pool import allocate_zeros, blocks_for_budget, slot_counts
-from kvferry.kvcache.rows import copy_rows
+from kvferry.kvcache.slot_copies import copy_slots
 
 
 class Shelf:
@@ -113,7 +113,7 @@ class Shelf:
     def park(self, sources: Sequence[int], rows: torch.Tensor) -> list[int]:
         """Copies slots of `rows` to slots of their own; there must be `room`."""
         slots = [self._take_one() for _ in sources]
-        copy_rows(self.rows, slots, rows, sources)
+        copy_slots(self.rows, slots, rows, sources)
         return slots
 
     def unpark(self, slots: Iterable[int]) -> None:

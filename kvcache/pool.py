@@ -10,7 +10,7 @@ import torch
 from kvferry.core import AxisOrder, ConfigError, KVLayout
 from kvferry.kvcache.base import KVPool
 from kvferry.kvcache.page_log import PageChange, PageLog
-from kvferry.kvcache.rows import copy_rows
+from kvferry.kvcache.slot_copies import copy_slots
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
@@ -187,7 +187,7 @@ class Pages:
 
     def write(self, group: int, slots: Sequence[int], rows: torch.Tensor, sources: Sequence[int]) -> None:
         """Copies rows of another tier to claimed slots."""
-        copy_rows(self._rows[group], slots, rows, sources)
+        copy_slots(self._rows[group], slots, rows, sources)
 
     def copy(self, group: int, source: int, slot: int) -> None:
         rows = self._rows[group]

@@ -1,29 +1,35 @@
 """The prefill role: compute a prompt and its first token, then hold the KV until decode has pulled it.
 
-In parts, what a step has computed is advertised at once, so that decode pulls it while the next one is computed.
+In parts, what a step has computed is advertised at once, so that decode pulls it while the next one is computed; or,
+where decode has granted room, written there.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from kvferry.core import AuxRecord, FinishReason, HandOffPart, KVFerryError, PrefillLeg, TokenRange
+from kvferry.core import AuxRecord, FinishReason, HandOffPart, KVFerryError, PrefillLeg, TokenRange, TransferError
 from kvferry.engine import BatchScheduler, Emit, ModelRunner, Sampled, Sequence
 from kvferry.kvcache import BlockHold, KVCacheManager
+
+logger = logging.getLogger(__name__)
 
 PrefillSequence = Sequence[PrefillLeg]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """handle is empty when the request ended at its first token."""
+    """handle is empty when the request ended at its first token, and when the KV is pushed."""
 
     aux: AuxRecord
     text: str
     finish_reason: FinishReason | None
     handle: bytes
+    pushed: bool = False
 
 
 class Advertiser(Protocol):
@@ -36,11 +42,28 @@ class Advertiser(Protocol):
     def withdraw(self, handle: bytes) -> object:
         """Gives an advertised hand-off up; `released` follows unless it has been called before."""
 
+    def open_push(
+        self, grant: bytes, tokens_digest: bytes, failed: Callable[[str], None]
+    ) -> tuple[int, TokenRange] | None:
+        """A push to where decode granted room, and the positions it takes; None when it must pull. `failed`, as
+        `released`, is called on the engine thread, and says that not all will be written."""
+
+    def push(self, push_id: int, hold: BlockHold, tokens: TokenRange, released: Callable[[], None]) -> None:
+        """The next part. Of one that has failed or was given up it is released."""
+
+    def give_up_push(self, push_id: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _HandOff:
     sequence: PrefillSequence
-    handle: bytes
+    give_up: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    push_id: int
+    tokens: TokenRange
 
 
 class PrefillScheduler(BatchScheduler[PrefillLeg]):
@@ -53,6 +76,7 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         self._held: dict[int, _HandOff] = {}
         self._part_stops: dict[int, int] = {}
         self._open_parts: dict[bytes, PrefillSequence] = {}
+        self._pushes: dict[int, _Push] = {}
         layouts = [pool.layout for pool in manager.pools]
         # A part ends with a block, so that it is few copies. Behind the end of a step a window may have been dropped
         # that a reader of the position before it looks back to: such models' parts end where the step did.
@@ -61,11 +85,27 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         # A state is overwritten by the next step.
         self._has_parts = not any(layout.kind.is_state for layout in layouts)
 
-    def add_in_parts(self, sequence: PrefillSequence) -> None:
-        """As `add`; emits a HandOffPart for each stretch of the prompt that is computed before the last step. Models
-        with states have none: their prompt is handed off whole."""
+    def add_in_parts(self, sequence: PrefillSequence, grant: bytes = b"") -> None:
+        """As `add`; emits a HandOffPart for each stretch of the prompt that is computed before the last step, or writes
+        it to where `grant` says. Models with states have no parts: their prompt is handed off whole."""
         self.add(sequence)
         self._part_stops[sequence.key] = 0
+        if grant:
+            self._open_push(sequence, grant)
+
+    def _open_push(self, sequence: PrefillSequence, grant: bytes) -> None:
+        def failed(reason: str) -> None:
+            logger.warning("KV is not pushed: %s", reason, extra={"request_id": sequence.request.request_id})
+            if self._pushes.pop(sequence.key, None) is not None and sequence.key in self._part_stops:
+                self._part_stops[sequence.key] = 0  # decode pulls, or computes, what it lacks
+
+        try:
+            opened = self._advertiser.open_push(grant, sequence.digest(len(sequence.tokens)), failed)
+        except TransferError as error:
+            failed(error.message)
+            return
+        if opened is not None:
+            self._pushes[sequence.key] = _Push(*opened)
 
     def counts(self) -> dict[str, int]:
         counts = super().counts()
@@ -79,7 +119,7 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
                 self.cancel(sequence.key)
         for held in list(self._held.values()):
             if held.sequence.request.request_id == request_id:
-                self._advertiser.withdraw(held.handle)
+                held.give_up()
         for handle, sequence in list(self._open_parts.items()):
             if sequence.request.request_id == request_id:
                 self._advertiser.withdraw(handle)
@@ -101,6 +141,11 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
         stop = sequence.cache.history // self._part_tokens * self._part_tokens
         if stop <= start:
             return
+        push = self._pushes.get(sequence.key)
+        if push is not None:
+            self._push_part(sequence, push, TokenRange(start, stop))
+            self._part_stops[sequence.key] = stop
+            return
         try:
             handle = self._advertise_part(sequence, TokenRange(start, stop))
         except KVFerryError as error:
@@ -108,6 +153,20 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
             return
         self._part_stops[sequence.key] = stop
         self._emit(sequence.key, HandOffPart(handle, stop))
+
+    def _push_part(self, sequence: PrefillSequence, push: _Push, tokens: TokenRange) -> None:
+        """Writes what decode wants of `tokens`."""
+        assert sequence.cache is not None
+        if tokens.stop <= push.tokens.start:
+            return
+        wanted = TokenRange(max(tokens.start, push.tokens.start), tokens.stop)
+        hold = sequence.cache.pin()
+
+        def released() -> None:
+            hold.release()
+            self._blocked_at_free = None
+
+        self._advertiser.push(push.push_id, hold, wanted, released)
 
     def _advertise_part(self, sequence: PrefillSequence, tokens: TokenRange) -> bytes:
         assert sequence.cache is not None
@@ -128,6 +187,9 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
 
     def _end(self, sequence: PrefillSequence, leg: PrefillLeg, event: object) -> None:
         self._part_stops.pop(sequence.key, None)
+        push = self._pushes.pop(sequence.key, None)
+        if push is not None:
+            self._advertiser.give_up_push(push.push_id)
         for handle, owner in list(self._open_parts.items()):
             if owner is sequence:
                 self._advertiser.withdraw(handle)
@@ -142,15 +204,17 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
             result = PrefillResult(aux, delta.text, delta.finish_reason, b"")
             self._end(sequence, PrefillLeg.RELEASED, result)
             return
+        pushed = sequence.key in self._pushes
         try:
             handle = self._hold(sequence, computed)
         except KVFerryError as error:
             self._end(sequence, PrefillLeg.FAILED, error)
             return
-        self._emit(sequence.key, PrefillResult(aux, delta.text, None, handle))
+        self._emit(sequence.key, PrefillResult(aux, delta.text, None, handle, pushed))
 
     def _hold(self, sequence: PrefillSequence, computed: int) -> bytes:
-        """Pins the KV of the first `computed` tokens and advertises what no part covers; the cache itself is closed.
+        """Pins the KV of the first `computed` tokens and advertises what no part covers, or writes it (no handle then);
+        the cache itself is closed.
 
         Raises what the transceiver raises, with nothing pinned.
         """
@@ -165,13 +229,21 @@ class PrefillScheduler(BatchScheduler[PrefillLeg]):
             self._ended[PrefillLeg.RELEASED.value] += 1
 
         tokens = TokenRange(self._part_stops.pop(sequence.key, 0), computed)
-        try:
-            handle = self._advertiser.advertise(hold, tokens, sequence.digest(computed), released)
-        except KVFerryError:
-            hold.release()
-            raise
+        push = self._pushes.pop(sequence.key, None)
+        handle = b""
+        if push is None:
+            try:
+                handle = self._advertiser.advertise(hold, tokens, sequence.digest(computed), released)
+            except KVFerryError:
+                hold.release()
+                raise
         self._running.remove(sequence)
         sequence.drop_cache()
         sequence.leg.to(PrefillLeg.HELD)
-        self._held[sequence.key] = _HandOff(sequence, handle)
+        if push is None:
+            self._held[sequence.key] = _HandOff(sequence, partial(self._advertiser.withdraw, handle))
+        else:
+            self._held[sequence.key] = _HandOff(sequence, partial(self._advertiser.give_up_push, push.push_id))
+            wanted = TokenRange(max(tokens.start, push.tokens.start), computed)
+            self._advertiser.push(push.push_id, hold, wanted, released)
         return handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -61,6 +62,24 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
     def withdraw(self, handle: bytes) -> CancelOutcome:
         return self._transceiver.withdraw(handle)
 
+    def open_push(
+        self, grant: bytes, tokens_digest: bytes, failed: Callable[[str], None]
+    ) -> tuple[int, TokenRange] | None:
+        side = self._transceiver.push_side
+        if side is None:
+            return None
+        return side.open_push(grant, tokens_digest, lambda reason: self._host.thread.post(partial(failed, reason)))
+
+    def push(self, push_id: int, hold: BlockHold, tokens: TokenRange, released: Callable[[], None]) -> None:
+        side = self._transceiver.push_side
+        assert side is not None, "a push was opened"
+        side.push(push_id, hold, tokens, lambda: self._host.thread.post(released))
+
+    def give_up_push(self, push_id: int) -> None:
+        side = self._transceiver.push_side
+        assert side is not None, "a push was opened"
+        side.give_up_push(push_id)
+
     # -- kvferry.v1.Prefill (loop) ----------------------------------------------------------------------
 
     async def Run(  # noqa: N802 - the name of the RPC
@@ -77,7 +96,7 @@ class PrefillWorker(worker_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[worker_pb2.PrefillStep]:
         try:
             sequence = self._sequence(wire)
-            async with self._host.run(sequence, lambda: self._scheduler.add_in_parts(sequence)) as events:
+            async with self._host.run(sequence, lambda: self._scheduler.add_in_parts(sequence, wire.grant)) as events:
                 async for event in events:
                     if isinstance(event, HandOffPart):
                         yield worker_pb2.PrefillStep(part=codec.part_to_wire(event))
@@ -131,4 +150,5 @@ def _reply(result: PrefillResult) -> worker_pb2.PrefillReply:
         finish_reason=codec.finish_to_wire(result.finish_reason),
         handle=result.handle,
         text=result.text,
+        pushed=result.pushed,
     )

@@ -3,10 +3,11 @@
 from kvferry.router.facts import WorkerFacts, WorkerState
 from kvferry.router.policies import POLICIES, Policy, RoutingQuery, WorkerLoad
 from kvferry.router.server import serve_router
-from kvferry.router.settings import RouterAddresses, RouterSettings, Schedule
+from kvferry.router.settings import Flow, RouterAddresses, RouterSettings, Schedule
 
 __all__ = [
     "POLICIES",
+    "Flow",
     "Policy",
     "RouterAddresses",
     "RouterSettings",

@@ -37,7 +37,9 @@ class Driver:
         self.decode_gate = self._gate("decode", (Role.DECODE, Role.AGGREGATED))
         self.prefill_gate = self._gate("prefill", (Role.PREFILL,))
         placement = Placement(pool, settings.prefill_policy, settings.decode_policy, settings.worker_wait_s)
-        self._legs = Legs(placement, clients, ledger, self.prefill_gate, settings.queue_timeout_s, settings.schedule)
+        self._legs = Legs(
+            placement, clients, ledger, self.prefill_gate, settings.queue_timeout_s, settings.schedule, settings.flow
+        )
 
     @property
     def queue_depth(self) -> int:

@@ -1,7 +1,8 @@
 """One attempt at a request: the prefill leg, the hand-off, the decode leg. Retrying is the driver's.
 
 Prefill first, a decode worker is chosen when the prompt is computed. Decode first, it has reserved room before and
-loads each part of the prompt while the next is computed, so that only the last one's transfer is waited for.
+loads each part of the prompt while the next is computed, so that only the last one's transfer is waited for. Which of
+the two workers moves the parts is agreed before the first one, for each request.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from kvferry.core import KVFerryError, OutputDelta, RequestState, Role, WorkerRequest
+from kvferry.core import KVFerryError, OutputDelta, PeerAddress, RequestState, Role, WorkerRequest
 from kvferry.router.admission import Gate
 from kvferry.router.job import Progress, Update
 from kvferry.router.ledger import Ledger
 from kvferry.router.placement import Placement
 from kvferry.router.pool import Lease
-from kvferry.router.settings import Schedule
+from kvferry.router.settings import Flow, Schedule
 from kvferry.router.worker_client import DecodeCall, LegError, PrefillResult, ReservedCall, WorkerClients
 
 logger = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 2.0
+_GRANT_WAIT_S = 0.25
+"""For a decode worker's room. Prefill does not stand idle for longer: what is computed meanwhile is pulled."""
 
 
 class Legs:
@@ -39,6 +42,7 @@ class Legs:
         prefill_gate: Gate,
         queue_timeout_s: float,
         schedule: Schedule = Schedule.PREFILL_FIRST,
+        flow: Flow = Flow.PUSH,
     ) -> None:
         self._placement = placement
         self._clients = clients
@@ -46,6 +50,7 @@ class Legs:
         self._prefill_gate = prefill_gate
         self._queue_timeout_s = queue_timeout_s
         self._schedule = schedule
+        self._flow = flow
         self._releases: set[asyncio.Task[None]] = set()
 
     async def attempt(self, progress: Progress) -> AsyncGenerator[Update, None]:
@@ -141,8 +146,8 @@ class Legs:
         async with self._prefill_gate.place(wait_s):
             self._ledger.moved(progress, RequestState.PREFILLING)
             try:
-                await call.reserve(request)
-                async with aclosing(self._clients.prefill_in_parts(lease, request)) as steps:
+                grant = await self._granted(lease, request, call)
+                async with aclosing(self._clients.prefill_in_parts(lease, request, grant)) as steps:
                     async for step in steps:
                         if isinstance(step, PrefillResult):
                             return step
@@ -152,6 +157,14 @@ class Legs:
                 abandon = self._clients.abandon(lease, request.request_id, _RELEASE_TIMEOUT_S)
                 self._later(lease, request.request_id, abandon)
                 raise
+
+    async def _granted(self, lease: Lease, request: WorkerRequest, call: ReservedCall) -> bytes:
+        """What the prefill worker needs to push to the decode worker; empty: the decode worker pulls."""
+        if self._flow is Flow.PULL:
+            await call.reserve(request)
+            return b""
+        await call.reserve(request, PeerAddress(lease.facts.endpoint, lease.facts.incarnation))
+        return await call.granted(_GRANT_WAIT_S)
 
     async def _prefilled(self, progress: Progress, lease: Lease) -> PrefillResult:
         wait_s = min(self._queue_timeout_s, progress.job.deadline.left_s())

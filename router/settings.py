@@ -18,12 +18,21 @@ class Schedule(Enum):
     DECODE_FIRST = "decode_first"
 
 
+class Flow(Enum):
+    """How the KV of a request moves whose decode worker has reserved room. PULL: decode reads each part once it hears
+    of it. PUSH: prefill writes each part when it is computed, where the two workers can do that, else decode pulls."""
+
+    PULL = "pull"
+    PUSH = "push"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """Raises ConfigError naming the setting and its limit.
 
     limits: what requests are checked against. max_running: requests in the workers at once, per pool (fewer where
     the workers report smaller batches). max_queued: requests waiting for that; past it RESOURCE_EXHAUSTED.
+    flow: how KV moves where decode comes first.
     worker_wait_s: how long a request waits while no worker can take it. retry_budget: how often a request is
     started again after a worker failed. request_timeout_s: the deadline of requests that bring none, and the
     longest any may have. lost_after_s: a worker is lost when it has not reported for so long.
@@ -38,6 +47,7 @@ class RouterSettings:
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     schedule: Schedule = Schedule.PREFILL_FIRST
+    flow: Flow = Flow.PUSH
     max_running: int = 256
     max_queued: int = 1024
     queue_timeout_s: float = 60.0

@@ -19,6 +19,7 @@ from kvferry.core import (
     InternalError,
     KVFerryError,
     OutputDelta,
+    PeerAddress,
     WorkerRequest,
     codec,
 )
@@ -54,7 +55,7 @@ class LegError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """handle is empty when the request ended at its first token."""
+    """handle is empty when the request ended at its first token, and when the KV is pushed."""
 
     aux: AuxRecord
     finish_reason: FinishReason | None
@@ -77,11 +78,14 @@ class WorkerClients:
             return _prefill_result(await call)
 
     async def prefill_in_parts(
-        self, lease: Lease, request: WorkerRequest
+        self, lease: Lease, request: WorkerRequest, grant: bytes = b""
     ) -> AsyncGenerator[HandOffPart | PrefillResult, None]:
-        """Computes the prompt on the leased worker; what is there already comes in parts, the result last."""
+        """Computes the prompt on the leased worker; what is there already comes in parts, the result last. With a grant
+        it is written there, and no parts come, unless that fails."""
         stub = worker_pb2_grpc.PrefillStub(self._channel(lease))
-        call: Any = stub.RunInParts(codec.request_to_wire(request), timeout=request.deadline_s)
+        wire = codec.request_to_wire(request)
+        wire.grant = grant
+        call: Any = stub.RunInParts(wire, timeout=request.deadline_s)
         lease.cancel_with(call.cancel)
         try:
             with _translated(lease):
@@ -157,11 +161,21 @@ class DecodeCall:
         self._lease = lease
         self._call = call
         self._request_id = request_id
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def _read(self) -> Any:
+        """The next reply, which somebody may have begun to wait for before."""
+        if self._reading is None:
+            return await self._call.read()
+        reading, self._reading = self._reading, None
+        return await reading
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """Raises LegError when the stream fails, or ends without a finish reason."""
         with _translated(self._lease):
-            while (reply := await self._call.read()) is not grpc.aio.EOF:
+            while (reply := await self._read()) is not grpc.aio.EOF:
+                if reply.HasField("grant"):
+                    continue  # too late: the KV is pulled
                 delta = codec.delta_from_wire(self._request_id, reply)
                 yield delta
                 if delta.finish_reason is not None:
@@ -172,6 +186,8 @@ class DecodeCall:
     def cancel(self) -> None:
         """Idempotent; does nothing once the call is over."""
         self._call.cancel()
+        if self._reading is not None:
+            self._reading.add_done_callback(lambda reading: reading.cancelled() or reading.exception())
 
     async def _read_trailer(self) -> None:
         """Lets the call end by itself, so that the worker does not take a finished request for a cancelled one."""
@@ -186,9 +202,24 @@ class ReservedCall(DecodeCall):
     """A decode leg that is told in steps what to do: `reserve`, any parts, `start`; then iterate `deltas`. Each raises
     LegError when the leg has failed."""
 
-    async def reserve(self, request: WorkerRequest) -> None:
+    async def reserve(self, request: WorkerRequest, writer: PeerAddress | None = None) -> None:
+        """writer: the prefill worker, if it may write the KV there."""
         wire = worker_pb2.DecodeRequest(request=codec.request_to_wire(request))
+        if writer is not None:
+            wire.writer.CopyFrom(codec.address_to_wire(writer))
         await self._write(worker_pb2.DecodeStep(reserve=wire))
+
+    async def granted(self, wait_s: float) -> bytes:
+        """What the writer needs; empty when the worker would rather pull, or had no room within `wait_s`."""
+        with _translated(self._lease):
+            # Not by a timeout: that would cancel the read, and with it the call.
+            self._reading = asyncio.ensure_future(self._call.read())
+            if not (await asyncio.wait({self._reading}, timeout=wait_s))[0]:
+                return b""
+            reply = await self._read()
+            if reply is grpc.aio.EOF:
+                raise WorkerLostError("the stream ended before the request was finished")
+            return bytes(reply.grant)
 
     async def load(self, part: HandOffPart) -> None:
         await self._write(worker_pb2.DecodeStep(part=codec.part_to_wire(part)))
@@ -206,7 +237,7 @@ class ReservedCall(DecodeCall):
             try:
                 await self._call.write(step)
             except asyncio.InvalidStateError:  # the leg ended before: its status says why
-                await self._call.read()
+                await self._read()
                 raise WorkerLostError("the stream ended before the request was finished") from None
 
 

@@ -9,6 +9,7 @@ from kvferry.transceiver.base import (
     LoadResult,
     Operation,
     OpState,
+    PushSide,
     Transceiver,
 )
 from kvferry.transceiver.builtin import python_transceiver
@@ -44,6 +45,7 @@ __all__ = [
     "OtherRank",
     "PartRequest",
     "PoolMemory",
+    "PushSide",
     "PythonTransceiver",
     "RankPlace",
     "RankedTransceiver",

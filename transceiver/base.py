@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core import BlockTable, MemRegion, RankInfo, TokenRange
+from kvferry.core import BlockTable, MemRegion, PeerAddress, RankInfo, TokenRange
 from kvferry.kvcache import BlockHold
 from kvferry.transceiver.stats import TransferStats
 
@@ -81,6 +81,12 @@ class CompletedOperation(Operation):
 class Agent(ABC):
     """The agent ABI. Errors of the backend surface as TransferError. Not thread-safe: one thread uses it."""
 
+    @property
+    def writes_land(self) -> bool:
+        """Whether a WRITE that is DONE here is in the peer's memory, before anything that it is notified of afterwards.
+        Without that, nothing is pushed."""
+        return False
+
     @abstractmethod
     def register(self, region: MemRegion) -> None: ...
 
@@ -137,6 +143,48 @@ class LoadResult:
     in_part: bool = False
 
 
+class PushSide(ABC):
+    """The other direction: the destination grants room, and the source writes each part when it is computed.
+    Thread-safe; callbacks run on any thread and must only enqueue."""
+
+    # -- destination ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def grant(
+        self,
+        writer: PeerAddress,
+        tokens_digest: bytes,
+        tables: Sequence[BlockTable],
+        tokens: TokenRange,
+        on_done: Callable[[LoadResult], None],
+    ) -> tuple[int, bytes]:
+        """Lets `writer`, and nobody else, write positions `tokens` to `tables`, once. Returns a load id, as
+        `Transceiver.load` does and good for the same calls, and the opaque grant. `on_done` is called exactly once.
+
+        Until the writer has asked to begin, cancelling takes the grant back at once; afterwards the pages are its own
+        until it says that it is done, or is gone (`Transceiver.when_quiet`)."""
+
+    @abstractmethod
+    def due(self, load_id: int) -> None:
+        """The writer has computed all: from now on the load has its deadline. Unknown ids are ignored."""
+
+    # -- source -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def open_push(self, grant: bytes, tokens_digest: bytes, on_failed: Callable[[str], None]) -> tuple[int, TokenRange]:
+        """Asks the destination to begin with `grant`; the push id, and the positions granted. TransferError for a grant
+        that is void. `on_failed` is called at most once, when not all will be written."""
+
+    @abstractmethod
+    def push(self, push_id: int, hold: BlockHold, tokens: TokenRange, on_release: Callable[[], None]) -> None:
+        """Writes `tokens`, which go on where the part before ended. `hold` is kept until they have been written or
+        cannot be any more; then `on_release` is called once. The last part ends where the grant does."""
+
+    @abstractmethod
+    def give_up_push(self, push_id: int) -> None:
+        """What is under way comes to rest, then the destination hears of it. Unknown ids are ignored."""
+
+
 class Transceiver(ABC):
     """What prefill and decode schedulers use. Thread-safe; callbacks run on the transceiver's own thread and
     must only enqueue."""
@@ -186,6 +234,11 @@ class Transceiver(ABC):
         """`on_done` still follows, with error set, unless it has been called already (NOT_FOUND, ALREADY_COMPLETE).
 
         IN_FLIGHT: bytes are moving, and `on_done` comes when they have stopped."""
+
+    @property
+    def push_side(self) -> PushSide | None:
+        """What pushes, and is pushed to; None where KV is only pulled."""
+        return None
 
     def stats(self) -> TransferStats:
         """A snapshot of the counters. Non-blocking; zeros from a runtime that counts nothing."""

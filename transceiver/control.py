@@ -1,13 +1,35 @@
-"""The control channel's interface: handshake, heartbeats, cancel. Bounded, and never blocking."""
+"""The control channel's interface: handshake, heartbeats, cancel, and what pushes need. Bounded, never blocking."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
 
-from kvferry.core import RankInfo
+from kvferry.core import ProcessIdentity, RankInfo
 from kvferry.transceiver.base import CancelOutcome
+
+
+class WriterState(Enum):
+    """How a writer's push stands. UNKNOWN: it writes nothing under this id, and will not."""
+
+    UNKNOWN = "unknown"
+    OPEN = "open"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """incarnation: of who answers. nbytes: written, when DONE. cut: FAILED by cutting the path to the destination, on
+    which some of the bytes may still be."""
+
+    incarnation: str
+    state: WriterState
+    nbytes: int = 0
+    cut: bool = False
 
 
 class ControlTarget(ABC):
@@ -23,6 +45,13 @@ class ControlTarget(ABC):
 
     @abstractmethod
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome: ...
+
+    @abstractmethod
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
+        """Returns when the writer may begin, and raises TransferError when it must not."""
+
+    @abstractmethod
+    def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport: ...
 
 
 class ControlClient(ABC):
@@ -41,6 +70,16 @@ class ControlClient(ABC):
     def cancel(
         self, endpoint: str, incarnation: str, transfer_id: int, nonce: bytes, timeout_s: float
     ) -> Future[CancelOutcome]: ...
+
+    @abstractmethod
+    def open_push(
+        self, endpoint: str, incarnation: str, grant: bytes, process: ProcessIdentity, timeout_s: float
+    ) -> Future[None]: ...
+
+    @abstractmethod
+    def check_push(
+        self, endpoint: str, transfer_id: int, nonce: bytes, timeout_s: float, *, stop: bool
+    ) -> Future[PushReport]: ...
 
     @abstractmethod
     def close(self) -> None: ...

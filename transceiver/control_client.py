@@ -9,11 +9,19 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvferry.core import ErrorCode, InvalidRequestError, KVFerryError, RankInfo, TransferError, error_for_code
-from kvferry.core.codec import ERROR_METADATA_KEY, error_from_wire, rank_from_wire, rank_to_wire
+from kvferry.core import (
+    ErrorCode,
+    InvalidRequestError,
+    KVFerryError,
+    ProcessIdentity,
+    RankInfo,
+    TransferError,
+    error_for_code,
+)
+from kvferry.core.codec import ERROR_METADATA_KEY, error_from_wire, process_to_wire, rank_from_wire, rank_to_wire
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 from kvferry.transceiver.base import CancelOutcome
-from kvferry.transceiver.control import ControlClient
+from kvferry.transceiver.control import ControlClient, PushReport, WriterState
 from kvferry.transceiver.handshake import IncompatiblePeerError
 
 T = TypeVar("T")
@@ -57,6 +65,20 @@ class GrpcControlClient(ControlClient):
         call = self._stub(endpoint).Cancel.future(request, timeout=timeout_s)
         return _convert(call, endpoint, lambda reply: CancelOutcome(reply.outcome))
 
+    def open_push(
+        self, endpoint: str, incarnation: str, grant: bytes, process: ProcessIdentity, timeout_s: float
+    ) -> Future[None]:
+        request = worker_pb2.PushOpen(incarnation=incarnation, grant=grant, process=process_to_wire(process))
+        call = self._stub(endpoint).OpenPush.future(request, timeout=timeout_s)
+        return _convert(call, endpoint, lambda _: None)
+
+    def check_push(
+        self, endpoint: str, transfer_id: int, nonce: bytes, timeout_s: float, *, stop: bool
+    ) -> Future[PushReport]:
+        request = worker_pb2.PushCheck(transfer_id=transfer_id, nonce=nonce, stop=stop)
+        call = self._stub(endpoint).CheckPush.future(request, timeout=timeout_s)
+        return _convert(call, endpoint, _push_report)
+
     def close(self) -> None:
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
@@ -69,6 +91,10 @@ class GrpcControlClient(ControlClient):
             if channel is None:
                 channel = self._channels[endpoint] = self._dial(endpoint)
         return worker_pb2_grpc.TransceiverStub(channel)
+
+
+def _push_report(reply: worker_pb2.PushChecked) -> PushReport:
+    return PushReport(reply.incarnation, WriterState(reply.state), reply.nbytes, reply.cut)
 
 
 def _convert(call: Any, endpoint: str, decode: Callable[[Any], T]) -> Future[T]:

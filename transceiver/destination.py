@@ -42,7 +42,7 @@ class Destination:
         loads: LoadTable,
         stats: StatsRecorder,
         sent: Callable[[], None],
-        fenced: Callable[[], None],
+        fenced: Callable[[str], None],
     ) -> None:
         self._agent = agent
         self._control = control
@@ -276,8 +276,8 @@ class Destination:
             self._fence_at_s = 0.0
             self._suspects.discard(incarnation)
             self._stats.fenced()
-            self._fenced()
             self.peers.lost(incarnation)
+            self._fenced(incarnation)
             for load in list(self._active.values()):
                 if load.operation is not None and self._peer_of(load) == incarnation:
                     self._at_rest(load, finished=load.operation.poll() is OpState.DONE)

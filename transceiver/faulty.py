@@ -93,6 +93,10 @@ class FaultyAgent(Agent):
 
     # -- Agent --------------------------------------------------------------------------------------------
 
+    @property
+    def writes_land(self) -> bool:
+        return self.inner.writes_land
+
     def register(self, region: MemRegion) -> None:
         self.inner.register(region)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from kvferry.core import TransferError
 from kvferry.transceiver.base import CancelOutcome, LoadResult
-from kvferry.transceiver.sessions import LoadSession, SessionState, Verdict
+from kvferry.transceiver.sessions import InboundSession, LoadSession, SessionState, Verdict
 from kvferry.transceiver.stats import FailureClass, StatsRecorder
 
 logger = logging.getLogger(__name__)
@@ -26,32 +26,32 @@ class LoadTable:
         self._stats = stats
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._open: dict[int, LoadSession] = {}
-        self._doubtful: dict[int, LoadSession] = {}
+        self._open: dict[int, InboundSession] = {}
+        self._doubtful: dict[int, InboundSession] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._closed = False
 
     def next_id(self) -> int:
         return next(self._ids)
 
-    def add(self, load: LoadSession) -> None:
+    def add(self, load: InboundSession) -> None:
         """TransferError after `close`."""
         with self._lock:
             if self._closed:
                 raise TransferError("the transceiver is closed")
             self._open[load.load_id] = load
 
-    def close(self) -> list[LoadSession]:
+    def close(self) -> list[InboundSession]:
         """Accepts no more; what is still open is the caller's to end."""
         with self._lock:
             self._closed = True
             return list(self._open.values())
 
-    def open(self) -> list[LoadSession]:
+    def open(self) -> list[InboundSession]:
         with self._lock:
             return list(self._open.values())
 
-    def open_by(self, load_id: int) -> list[LoadSession]:
+    def open_by(self, load_id: int) -> list[InboundSession]:
         """The open load of this id, if there is one."""
         with self._lock:
             load = self._open.get(load_id)
@@ -62,7 +62,7 @@ class LoadTable:
         with self._lock:
             return len(self._open), len(self._doubtful)
 
-    def move(self, load: LoadSession, state: SessionState) -> bool:
+    def move(self, load: InboundSession, state: SessionState) -> bool:
         """False when the load has ended meanwhile, or is to fail: do not go on."""
         with self._lock:
             if load.lifecycle.ended or load.verdict is not None:
@@ -70,13 +70,13 @@ class LoadTable:
             load.lifecycle.to(state)
             return True
 
-    def sentence(self, load: LoadSession, verdict: Verdict) -> None:
+    def sentence(self, load: InboundSession, verdict: Verdict) -> None:
         """The load will fail with `verdict` once its operation is at rest; the first verdict stays."""
         with self._lock:
             if not load.lifecycle.ended and load.verdict is None:
                 load.verdict = verdict
 
-    def cancel(self, load_id: int) -> tuple[CancelOutcome, LoadSession | None]:
+    def cancel(self, load_id: int) -> tuple[CancelOutcome, InboundSession | None]:
         """Sentences an open load; the session comes back when there is something left to do about it."""
         with self._lock:
             load = self._open.get(load_id)
@@ -88,12 +88,12 @@ class LoadTable:
             begun = load.begun
         return (CancelOutcome.IN_FLIGHT if begun else CancelOutcome.CANCELLED_BEFORE_ADVERTISE), load
 
-    def succeed(self, load: LoadSession, result: LoadResult) -> None:
+    def succeed(self, load: InboundSession, result: LoadResult) -> None:
         if self._finish(load, SessionState.DONE, at_rest=True) is not None:
             self._stats.loaded(result.nbytes, result.copies, result.seconds)
             self._report(load, result)
 
-    def fail(self, load: LoadSession, verdict: Verdict, *, at_rest: bool) -> None:
+    def fail(self, load: InboundSession, verdict: Verdict, *, at_rest: bool) -> None:
         """Ends a load unless it has ended already. at_rest: no operation of it can touch memory."""
         cancelled = verdict.failure is FailureClass.CANCELLED
         state = SessionState.CANCELLED if cancelled else SessionState.FAILED
@@ -102,7 +102,7 @@ class LoadTable:
             self._stats.failed(verdict.failure)
             self._report(load, LoadResult(load.load_id, error=verdict.message, in_doubt=in_doubt))
 
-    def quiet(self, load: LoadSession) -> None:
+    def quiet(self, load: InboundSession) -> None:
         """The pages of a load in doubt are at rest now."""
         with self._lock:
             self._doubtful.pop(load.load_id, None)
@@ -123,7 +123,7 @@ class LoadTable:
         transfers: dict[tuple[str, str], list[int]] = defaultdict(list)
         with self._lock:
             for load in self._open.values():
-                if load.peer is not None and load.signed is not None:
+                if isinstance(load, LoadSession) and load.peer is not None and load.signed is not None:
                     transfers[load.peer.endpoint, load.peer.incarnation].append(load.signed.handle.transfer_id)
         return transfers
 
@@ -133,13 +133,14 @@ class LoadTable:
             return [
                 load
                 for load in self._open.values()
-                if load.peer is not None
+                if isinstance(load, LoadSession)
+                and load.peer is not None
                 and load.signed is not None
                 and load.peer.incarnation == incarnation
                 and load.signed.handle.transfer_id in wanted
             ]
 
-    def _finish(self, load: LoadSession, state: SessionState, *, at_rest: bool) -> bool | None:
+    def _finish(self, load: InboundSession, state: SessionState, *, at_rest: bool) -> bool | None:
         """Whether the load ended in doubt; None when it had ended before."""
         with self._lock:
             if load.lifecycle.ended:
@@ -154,7 +155,7 @@ class LoadTable:
                 self._ended.popitem(last=False)
             return in_doubt
 
-    def _report(self, load: LoadSession, result: LoadResult) -> None:
+    def _report(self, load: InboundSession, result: LoadResult) -> None:
         self._call(lambda: load.on_done(result), f"on_done of load {load.load_id}")
 
     def _call(self, callback: Callable[[], None], what: str) -> None:

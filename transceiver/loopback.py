@@ -30,6 +30,10 @@ class LoopbackAgent(Agent):
         self._inbox: deque[tuple[str, bytes]] = deque()
         fabric.agents[incarnation] = self
 
+    @property
+    def writes_land(self) -> bool:
+        return True
+
     def register(self, region: MemRegion) -> None:
         self._regions.append(region)
 

@@ -44,6 +44,10 @@ class NativeAgent(Agent):
     def __init__(self, backend: Backend) -> None:
         self.engine = Engine(backend)
 
+    @property
+    def writes_land(self) -> bool:
+        return True
+
     def register(self, region: MemRegion) -> None:
         if region.device != "cpu":
             message = f"the C++ engine moves host memory, not {region.device}"

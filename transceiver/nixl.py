@@ -89,6 +89,10 @@ class NixlAgent(Agent):
         self._dying: weakref.ref[Any] | None = None
         self._create()
 
+    @property
+    def writes_land(self) -> bool:
+        return True
+
     def register(self, region: MemRegion) -> None:
         if region.device != "cpu":
             raise TransferError(f"the NIXL agent moves host memory, not {region.device}", field="transceiver.backend")

@@ -183,6 +183,27 @@ def lacks_from(layout: KVLayout, table: BlockTable, tokens: TokenRange) -> int:
     return min(tokens.start, max(table.first_block, oldest) * size)
 
 
+def granted_nbytes(destination: RankTables, writer: RankInfo, tokens: TokenRange) -> tuple[int, int]:
+    """As `expected_nbytes`, as the destination of a push reckons what the parts of `tokens` come to."""
+    least = most = 0
+    for share in group_shares(writer, destination.rank) if len(tokens) else ():
+        layout = destination.rank.layouts[share.destination_group]
+        held = max(tokens.start, _first_position(destination, share.destination_group))
+        needed = max(held, oldest_needed(layout, tokens.stop))
+        most += span_nbytes(layout, share, TokenRange(min(held, tokens.stop), tokens.stop))
+        least += span_nbytes(layout, share, TokenRange(min(needed, tokens.stop), tokens.stop))
+    return least, most
+
+
+def writes_in_part(writer: RankInfo, destination: RankInfo) -> bool:
+    """`arrives_in_part`, as far as a push's destination can tell: the writer's blocks of a window end elsewhere."""
+    for share in group_shares(writer, destination):
+        here, there = destination.layouts[share.destination_group], writer.layouts[share.source_group]
+        if here.window is not None and there.tokens_per_block % here.tokens_per_block:
+            return True
+    return False
+
+
 def oldest_needed(layout: KVLayout, next_position: int) -> int:
     """The first position that the token at `next_position` looks back to in this group."""
     if layout.window is None:

@@ -20,7 +20,9 @@ _LAYOUT = struct.Struct(f"<4sBQ{NONCE_NBYTES}sQII")
 
 
 class NotificationKind(Enum):
-    """BEGIN: a reader starts. DONE: it has what it needs. FAILED: it gave up. After the last two it reads no more."""
+    """BEGIN: a reader starts. DONE: it has what it needs. FAILED: it gave up. After the last two it reads no more.
+
+    A writer says DONE when all has been written, FAILED when it gave up, and writes no more after either."""
 
     BEGIN = 1
     DONE = 2
@@ -29,7 +31,7 @@ class NotificationKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """nbytes: what the reader moves for `tokens`, so that the source can compare."""
+    """nbytes: what was or will be moved for `tokens`, so that the other side can compare."""
 
     kind: NotificationKind
     transfer_id: int

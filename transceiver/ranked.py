@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
-from kvferry.core import BlockTable, RankInfo, TokenRange, TransferError
+from kvferry.core import BlockTable, ProcessIdentity, RankInfo, TokenRange, TransferError
 from kvferry.kvcache import BlockHold
-from kvferry.transceiver.base import CancelOutcome, LoadResult, Transceiver
-from kvferry.transceiver.control import ControlTarget
+from kvferry.transceiver.base import CancelOutcome, LoadResult, PushSide, Transceiver
+from kvferry.transceiver.control import ControlTarget, PushReport
 from kvferry.transceiver.python_runtime import PythonTransceiver
 from kvferry.transceiver.shares import pair_sources
 from kvferry.transceiver.stats import TransferStats
@@ -141,6 +141,17 @@ class RankedTransceiver(Transceiver, ControlTarget):
         self._attend(_READER_S)
         return self._own.answer_cancel(transfer_id, nonce)
 
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
+        self._own.answer_open_push(incarnation, grant, process)
+
+    def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport:
+        return self._own.answer_check_push(transfer_id, nonce, stop=stop)
+
+    @property
+    def push_side(self) -> PushSide | None:
+        """Between workers of one rank each; with several, ranks pull side by side."""
+        return None if self._others else self._own.push_side
+
     def _attend(self, seconds: float) -> None:
         for other in self._others:
             other.attend(seconds)
@@ -174,8 +185,8 @@ class RankedTransceiver(Transceiver, ControlTarget):
     def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:
         with self._lock:
             load = self._loads.pop(load_id, None)
-        if load is None:
-            on_quiet()
+        if load is None:  # ended well, or a push, which is this rank's alone
+            self._own.when_quiet(load_id, on_quiet)
         else:
             load.when_quiet(on_quiet)
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from kvferry.core import KVFerryError
-from kvferry.core.codec import ERROR_METADATA_KEY, error_to_wire, rank_from_wire, rank_to_wire
+from kvferry.core.codec import ERROR_METADATA_KEY, error_to_wire, process_from_wire, rank_from_wire, rank_to_wire
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 from kvferry.transceiver.base import Transceiver
 from kvferry.transceiver.control import ControlTarget
@@ -46,6 +46,24 @@ class TransceiverService(worker_pb2_grpc.TransceiverServicer):
     ) -> worker_pb2.TransferCancelReply:
         outcome = self._target.answer_cancel(request.transfer_id, request.nonce)
         return worker_pb2.TransferCancelReply(outcome=outcome.value)
+
+    async def OpenPush(  # noqa: N802
+        self, request: worker_pb2.PushOpen, context: _Context
+    ) -> worker_pb2.PushOpened:
+        try:
+            self._target.answer_open_push(request.incarnation, request.grant, process_from_wire(request.process))
+        except KVFerryError as error:
+            logger.warning("push refused: %s", error.message)
+            await _refuse(context, error)
+        return worker_pb2.PushOpened()
+
+    async def CheckPush(  # noqa: N802
+        self, request: worker_pb2.PushCheck, context: _Context
+    ) -> worker_pb2.PushChecked:
+        report = self._target.answer_check_push(request.transfer_id, request.nonce, stop=request.stop)
+        return worker_pb2.PushChecked(
+            incarnation=report.incarnation, state=report.state.value, nbytes=report.nbytes, cut=report.cut
+        )
 
 
 async def _refuse(context: _Context, error: KVFerryError) -> NoReturn:

@@ -18,11 +18,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 
-from kvferry.core import BlockTable, MemRegion, RankInfo, TokenRange, TransferError
+from kvferry.core import BlockTable, MemRegion, ProcessIdentity, RankInfo, TokenRange, TransferError
 from kvferry.kvcache import BlockHold, KVPool
-from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult, Transceiver
-from kvferry.transceiver.control import ControlClient, ControlTarget
+from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult, PushSide, Transceiver
+from kvferry.transceiver.control import ControlClient, ControlTarget, PushReport
 from kvferry.transceiver.destination import Destination
+from kvferry.transceiver.grants import Grants
 from kvferry.transceiver.handshake import check_peer
 from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
 from kvferry.transceiver.leases import LeasePolicy
@@ -30,8 +31,10 @@ from kvferry.transceiver.loads import LoadTable
 from kvferry.transceiver.loop import Loop, Sleeper
 from kvferry.transceiver.peers import Peers
 from kvferry.transceiver.polling import PollDemand
-from kvferry.transceiver.protocol import new_handle_key
-from kvferry.transceiver.sessions import Companions, LoadSession, Verdict
+from kvferry.transceiver.protocol import decode_notification, new_handle_key
+from kvferry.transceiver.push_half import PushHalf
+from kvferry.transceiver.pushes import Pushes
+from kvferry.transceiver.sessions import Companions, GrantSession, InboundSession, LoadSession, Verdict
 from kvferry.transceiver.source import Source
 from kvferry.transceiver.stats import FailureClass, StatsRecorder, TransferStats
 
@@ -81,9 +84,40 @@ class SessionRuntime(Transceiver, ControlTarget):
             self._destination.suspect,
         )
         self._destination.attach(self._peers)
+        self._push = self._push_half(pools)
         self._heartbeat_at_s = 0.0
         self._agent_loop.start()
         self._clock.start()
+
+    def _push_half(self, pools: Sequence[KVPool]) -> PushHalf:
+        grants = Grants(
+            lambda: self._local,
+            pools,
+            self._loads,
+            self._control,
+            self._met.get,
+            lambda writer: self._agent_loop.post(lambda: self._destination.suspect(writer)),
+            self._times.heartbeat_s,
+        )
+        pushes = Pushes(
+            self._agent,
+            self._control,
+            lambda: self._local,
+            self._peers,
+            self._recorder,
+            self._agent_loop.post,
+            self._destination.suspect,
+            self._sent,
+            lambda: self._clock.wake(),
+            self._times.transfer_timeout_s,
+            self._times.handshake_timeout_s,
+            self._times.rest_s,
+        )
+        return PushHalf(grants, pushes, self._loads, pools, self._wake, self._times.transfer_timeout_s)
+
+    def _wake(self) -> None:
+        self._agent_loop.wake()
+        self._clock.wake()
 
     # -- Transceiver --------------------------------------------------------------------------------------
 
@@ -109,8 +143,7 @@ class SessionRuntime(Transceiver, ControlTarget):
     ) -> bytes:
         self._check_open()
         data = self._source.advertise(hold, tokens, tokens_digest, on_release)
-        self._agent_loop.wake()
-        self._clock.wake()
+        self._wake()
         return data
 
     def withdraw(self, handle: bytes) -> CancelOutcome:
@@ -158,7 +191,8 @@ class SessionRuntime(Transceiver, ControlTarget):
     def companions_done(self, load_id: int) -> None:
         """Every companion of a load has ended well; unknown ids are ignored."""
         for load in self._loads.open_by(load_id):
-            self._post_companions_done(load)
+            if isinstance(load, LoadSession):
+                self._post_companions_done(load)
 
     def _post_companions_done(self, load: LoadSession) -> None:
         self._agent_loop.post(lambda: self._destination.companions_done(load))
@@ -209,6 +243,10 @@ class SessionRuntime(Transceiver, ControlTarget):
     def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:
         self._loads.when_quiet(load_id, on_quiet)
 
+    @property
+    def push_side(self) -> PushSide | None:
+        return self._push if self._agent.writes_land else None
+
     def stats(self) -> TransferStats:
         open_loads, in_doubt = self._loads.counts()
         return self._recorder.snapshot(open_holds=len(self._source), open_loads=open_loads, in_doubt=in_doubt)
@@ -221,9 +259,10 @@ class SessionRuntime(Transceiver, ControlTarget):
         self._clock.close(self._times.close_timeout_s)
         self._source.close()
         at_rest = self._agent_loop.close(self._times.close_timeout_s) and self._close_agent()
+        self._push.pushes.close()
         verdict = Verdict(FailureClass.CANCELLED, "the transceiver was closed")
         for load in self._loads.close():
-            self._loads.fail(load, verdict, at_rest=at_rest)
+            self._loads.fail(load, verdict, at_rest=at_rest and isinstance(load, LoadSession))
         self._control.close()
 
     def _close_agent(self) -> bool:
@@ -258,6 +297,13 @@ class SessionRuntime(Transceiver, ControlTarget):
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome:
         return self._help_reader(self._source.cancel(transfer_id, nonce))
 
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
+        self._push.grants.opened(grant, incarnation, process)
+        self._wake()
+
+    def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport:
+        return self._push.pushes.report(transfer_id, nonce, stop=stop)
+
     def _help_reader(self, outcome: CancelOutcome) -> CancelOutcome:
         """A read in progress may need our agent to end, and its pages are not free before: we stay awake a little.
         Should that not do, the reader's heartbeats, about a transfer we do not know any more, wake us again."""
@@ -269,20 +315,32 @@ class SessionRuntime(Transceiver, ControlTarget):
 
     def _agent_step(self) -> float | None:
         for peer, message in self._drain():
-            self._source.notified(message, self._met.get(peer))
+            self._notified(peer, message)
         now_s = time.monotonic()
         contact_s = self._peers.step(now_s)
+        writing_s = self._push.pushes.step()  # before what it makes suspect is fenced
         operation_s = self._destination.step(now_s)
         advertised_s, reader_s = self._source.youngest()
-        started = [at_s for at_s in (contact_s, operation_s) if at_s is not None]
+        granted_s, writer_s = self._push.grants.youngest()
         demand = PollDemand(
-            operation_s=_age(max(started, default=None), now_s),
-            reader_s=_age(reader_s, now_s),
-            advertised_s=_age(advertised_s, now_s),
+            operation_s=_age(_latest(contact_s, operation_s, writing_s), now_s),
+            reader_s=_age(_latest(reader_s, writer_s), now_s),
+            advertised_s=_age(_latest(advertised_s, granted_s), now_s),
             attention_s=max(0.0, self._attention_until_s - now_s),
         )
         looks = (self._next_look_s(demand), self._destination.until_fence_s(now_s))
         return min((look_s for look_s in looks if look_s is not None), default=None)
+
+    def _notified(self, peer: str, message: bytes) -> None:
+        """Of a push to here, or of a hand-off that is read from here."""
+        try:
+            note = decode_notification(message)
+        except TransferError as error:
+            logger.warning("dropped: %s", error.message)
+            self._recorder.stray_notification()
+            return
+        if not self._push.grants.notified(peer, note):
+            self._source.notified(note, self._met.get(peer))
 
     @abstractmethod
     def _next_look_s(self, demand: PollDemand) -> float | None:
@@ -304,8 +362,10 @@ class SessionRuntime(Transceiver, ControlTarget):
         """A notification may need a few more calls into the agent to leave this process."""
         self._attention_until_s = max(self._attention_until_s, time.monotonic() + self._times.after_send_s)
 
-    def _fenced(self) -> None:
+    def _fenced(self, peer: str) -> None:
         self._local = replace(self._local, agent_metadata=self._agent.metadata())
+        self._push.pushes.path_was_cut(peer)
+        self._push.grants.path_was_cut(peer)
 
     def _attend(self, seconds: float) -> None:
         self._attention_until_s = max(self._attention_until_s, time.monotonic() + seconds)
@@ -315,7 +375,13 @@ class SessionRuntime(Transceiver, ControlTarget):
 
     def _clock_step(self) -> float | None:
         now_s = time.monotonic()
-        wake_at = [at_s for at_s in (self._source.sweep(now_s), self._expire(now_s)) if at_s is not None]
+        upcoming = (
+            self._source.sweep(now_s),
+            self._expire(now_s),
+            self._push.grants.check(now_s),
+            self._push.pushes.overdue(now_s),
+        )
+        wake_at = [at_s for at_s in upcoming if at_s is not None]
         if self._loads.counts()[0]:
             if now_s >= self._heartbeat_at_s:
                 self._heartbeat_at_s = now_s + self._times.heartbeat_s
@@ -340,8 +406,11 @@ class SessionRuntime(Transceiver, ControlTarget):
                 self._post_overdue(load)
         return min(wake_at, default=None)
 
-    def _post_overdue(self, load: LoadSession) -> None:
-        self._agent_loop.post(lambda: self._destination.overdue(load))
+    def _post_overdue(self, load: InboundSession) -> None:
+        if isinstance(load, LoadSession):
+            self._agent_loop.post(lambda: self._destination.overdue(load))
+        elif isinstance(load, GrantSession):
+            self._push.grants.taken_back(load)
 
     def _send_heartbeats(self) -> None:
         for (endpoint, incarnation), transfer_ids in self._loads.by_peer().items():
@@ -363,11 +432,14 @@ class SessionRuntime(Transceiver, ControlTarget):
             self._loads.sentence(load, Verdict(FailureClass.LEASE, "the source no longer holds the blocks"))
             self._post_sentenced(load)
 
-    def _post_sentenced(self, load: LoadSession) -> None:
+    def _post_sentenced(self, load: InboundSession) -> None:
         """Ends a load that nobody waits for any more. Its operation gets a while to come to rest, then its peer,
         which may have stopped for good, is fenced: the pages are wanted elsewhere."""
         load.deadline_s = min(load.deadline_s, time.monotonic() + self._times.rest_s)
-        self._agent_loop.post(lambda: self._destination.sentenced(load))
+        if isinstance(load, LoadSession):
+            self._agent_loop.post(lambda: self._destination.sentenced(load))
+        elif isinstance(load, GrantSession):
+            self._push.grants.taken_back(load)
         self._clock.wake()
 
     def _check_open(self) -> None:
@@ -414,6 +486,10 @@ def _chain(source: Future[RankInfo], target: Future[RankInfo]) -> None:
             target.set_result(ended.result())
 
     source.add_done_callback(resolved)
+
+
+def _latest(*moments_s: float | None) -> float | None:
+    return max((moment_s for moment_s in moments_s if moment_s is not None), default=None)
 
 
 def _age(started_s: float | None, now_s: float) -> float | None:

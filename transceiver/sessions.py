@@ -6,12 +6,14 @@ memory may still be touched.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvferry.core import BlockTable, Lifecycle, RankInfo, TokenRange
+from kvferry.core import BlockTable, Lifecycle, PeerAddress, ProcessIdentity, RankInfo, TokenRange
 from kvferry.kvcache import BlockHold
 from kvferry.transceiver.base import LoadResult, Operation
 from kvferry.transceiver.planner import GenerationReads, TransferPlan
@@ -61,6 +63,88 @@ class SourceSession:
     lifecycle: Lifecycle[SessionState] = field(default_factory=new_lifecycle)
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a load will fail as soon as its operation has come to rest."""
+
+    failure: FailureClass
+    message: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class InboundSession:
+    """Bytes that come in. `lifecycle`, `verdict` and `on_quiet` change under the table's lock."""
+
+    load_id: int
+    on_done: Callable[[LoadResult], None]
+    deadline_s: float
+    lifecycle: Lifecycle[SessionState] = field(default_factory=new_lifecycle)
+    verdict: Verdict | None = None
+    on_quiet: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def begun(self) -> bool:
+        """An operation may be touching memory, or did."""
+        return self.lifecycle.state is SessionState.TRANSFERRING
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class GrantSession(InboundSession):
+    """Room that a peer may write to. process: who it is, once it has begun. due_s: when it had computed all.
+    awaits_cut: it writes no more, and its path is to be cut here too before the pages are called quiet."""
+
+    transfer_id: int
+    nonce: bytes
+    writer: PeerAddress
+    tables: tuple[BlockTable, ...]
+    tokens: TokenRange
+    granted_s: float
+    process: ProcessIdentity | None = None
+    begun_s: float = 0.0
+    due_s: float | None = None
+    awaits_cut: bool = False
+
+    @property
+    def opened(self) -> bool:
+        """The writer may have written, or may yet."""
+        return self.process is not None
+
+
+@dataclass(slots=True, eq=False)
+class PushPart:
+    """`tokens` of an outgoing push, and the pages they are in. Their owner gets them back by `on_release`."""
+
+    hold: BlockHold
+    tokens: TokenRange
+    on_release: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class PushSession:
+    """An outgoing push. Owned by the agent thread; the clock reads `deadline_s`. Its states: CREATED until the grant is
+    verified, ADVERTISED until the destination lets it begin, then TRANSFERRING until the last part is written.
+
+    part: what `operation` moves. reached: the position written up to. cut: it ended by a fence."""
+
+    push_id: int
+    signed: SignedHandle
+    tokens_digest: bytes
+    data: bytes
+    on_failed: Callable[[str], None]
+    reached: int
+    lifecycle: Lifecycle[SessionState] = field(default_factory=new_lifecycle)
+    verdict: Verdict | None = None
+    peer: RankInfo | None = None
+    waiting: deque[PushPart] = field(default_factory=deque)
+    part: PushPart | None = None
+    operation: Operation | None = None
+    part_nbytes: int = 0
+    nbytes: int = 0
+    submitted_s: float = 0.0
+    deadline_s: float = math.inf
+    cut: bool = False
+
+
 class LoadStage(Enum):
     """Which physical operation a load in TRANSFERRING is at."""
 
@@ -78,32 +162,19 @@ class Companions(Protocol):
         """Whether every one of them has every byte, so that the source may be told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why a load will fail as soon as its operation has come to rest."""
-
-    failure: FailureClass
-    message: str
-
-
-@dataclass(slots=True, eq=False)
-class LoadSession:
-    """One pull. Owned by the agent thread; `lifecycle`, `verdict` and `on_quiet` change under the table's lock.
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoadSession(InboundSession):
+    """One pull. Owned by the agent thread.
 
     stale_words, source_told: where the operation made the generation check itself, its result, and whether the
     source has heard of it. source_rank: which rank of the source is read. part: of a load by several ranks, one that
     the source hears nothing of. companions: of the load that speaks for all, the others.
     """
 
-    load_id: int
     data: bytes
     tokens_digest: bytes
     tables: tuple[BlockTable, ...]
     tokens: TokenRange
-    on_done: Callable[[LoadResult], None]
-    deadline_s: float
-    lifecycle: Lifecycle[SessionState] = field(default_factory=new_lifecycle)
-    verdict: Verdict | None = None
     signed: SignedHandle | None = None
     peer: RankInfo | None = None
     plan: TransferPlan | None = None
@@ -115,13 +186,7 @@ class LoadSession:
     resubmissions: int = 0
     stale_words: int = 0
     source_told: bool = False
-    on_quiet: list[Callable[[], None]] = field(default_factory=list)
     source_rank: int = 0
     part: bool = False
     companions: Companions | None = None
     awaits_companions: bool = False
-
-    @property
-    def begun(self) -> bool:
-        """An operation may be touching memory, or did."""
-        return self.lifecycle.state is SessionState.TRANSFERRING

@@ -61,6 +61,10 @@ class ShmAgent(Agent):
         self._local = RegionTable()
         self._peers: dict[str, tuple[MappedPeer, RegionTable]] = {}
 
+    @property
+    def writes_land(self) -> bool:
+        return True
+
     def register(self, region: MemRegion) -> None:
         if region.device != "cpu":
             raise TransferError(f"the SHM agent moves host memory, not {region.device}", field="transceiver.backend")

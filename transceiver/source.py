@@ -17,7 +17,6 @@ from kvferry.transceiver.planner import RankTables, expected_nbytes
 from kvferry.transceiver.protocol import (
     Notification,
     NotificationKind,
-    decode_notification,
     new_nonce,
     new_transfer_id,
     open_handle,
@@ -108,16 +107,10 @@ class Source:
         with self._lock:
             return [transfer_id for transfer_id in transfer_ids if not self._leases.extend(transfer_id, now_s)]
 
-    def notified(self, message: bytes, reader: RankInfo | None) -> None:
+    def notified(self, note: Notification, reader: RankInfo | None) -> None:
         """A reader's BEGIN, DONE or FAILED. What names no open transfer (late, duplicate, forged) is only counted.
 
         reader: who sent it, as met at first contact; one that was forgotten meanwhile (None) is taken for our like."""
-        try:
-            note = decode_notification(message)
-        except TransferError as error:
-            logger.warning("dropped: %s", error.message)
-            self._stats.stray_notification()
-            return
         with self._lock:
             session = self._sessions.get(note.transfer_id)
             if session is None or not hmac.compare_digest(session.nonce, note.nonce):

@@ -14,6 +14,7 @@ import torch
 
 from kvferry.core import ConfigError, DType, KVLayout
 from kvferry.kvcache import KVPool
+from kvferry.kvcache.rows import decode_rows, encode_rows
 
 _SCALE_NBYTES = 4
 _SMALLEST = 1e-30
@@ -30,7 +31,7 @@ class WireFormat(Enum):
 
 
 _DTYPES = {WireFormat.FP8: DType.FLOAT8, WireFormat.INT8: DType.INT8}
-_LARGEST = {DType.FLOAT8: 448.0, DType.INT8: 127.0}
+_FP8_LARGEST = 448.0
 
 
 def wire_layouts(layouts: Sequence[KVLayout], wire: WireFormat) -> tuple[KVLayout, ...]:
@@ -57,17 +58,21 @@ def _quantised(layout: KVLayout, wire: WireFormat) -> KVLayout:
 def encode(stored: KVPool, blocks: Sequence[int], wire: KVPool, slots: Sequence[int]) -> None:
     """Fills `slots` of the wire pool with what `blocks` of the stored one hold."""
     rows = stored.view[torch.tensor(blocks, dtype=torch.int64)].float()
-    scales = rows.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST) / _LARGEST[wire.layout.dtype]
-    numbers = rows / scales
-    if wire.layout.dtype is DType.INT8:
-        numbers = numbers.round()
-    packed = numbers.to(wire.view.dtype).view(torch.uint8)
-    target = wire.view.view(torch.uint8)
-    target[torch.tensor(slots, dtype=torch.int64)] = torch.cat([packed, scales.view(torch.uint8)], -1)
+    packed = encode_rows(rows, DType.INT8).view(torch.uint8) if wire.layout.dtype is DType.INT8 else _fp8_rows(rows)
+    wire.view.view(torch.uint8)[torch.tensor(slots, dtype=torch.int64)] = packed
 
 
 def decode(wire: KVPool, slots: Sequence[int]) -> torch.Tensor:
     """What `slots` of a wire pool say: float32 in the order of the stored pool's view."""
     packed = wire.view.view(torch.uint8)[torch.tensor(slots, dtype=torch.int64)]
-    numbers = packed[..., :-_SCALE_NBYTES].contiguous().view(wire.view.dtype).float()
+    if wire.layout.dtype is DType.INT8:
+        return decode_rows(packed.view(torch.int8), DType.INT8, torch.float32)
+    numbers = packed[..., :-_SCALE_NBYTES].contiguous().view(torch.float8_e4m3fn).float()
     return numbers * packed[..., -_SCALE_NBYTES:].contiguous().view(torch.float32)
+
+
+def _fp8_rows(rows: torch.Tensor) -> torch.Tensor:
+    """rows: float32 [..., head_dim]. uint8, each row's numbers and its scale behind them; pools of fp8 have none."""
+    scales = rows.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST) / _FP8_LARGEST
+    numbers = (rows / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat([numbers, scales.view(torch.uint8)], -1)

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvferry.core import BlockTable, KVFerryError, OverloadedError, RankInfo, TokenRange
+from kvferry.core import BlockTable, KVFerryError, OverloadedError, ProcessIdentity, RankInfo, TokenRange
 from kvferry.kvcache import BlockHold
 from kvferry.transceiver.base import CancelOutcome, LoadResult, Transceiver
-from kvferry.transceiver.control import ControlTarget
+from kvferry.transceiver.control import ControlTarget, PushReport
 from kvferry.transceiver.stats import TransferStats
 from kvferry.transceiver.wire_pool import WirePools, WireSlots
 
@@ -146,3 +146,9 @@ class WireTransceiver(Transceiver, ControlTarget):
 
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome:
         return self._target.answer_cancel(transfer_id, nonce)
+
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
+        self._target.answer_open_push(incarnation, grant, process)
+
+    def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport:
+        return self._target.answer_check_push(transfer_id, nonce, stop=stop)

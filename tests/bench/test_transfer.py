@@ -33,7 +33,8 @@ ROUTES = [
 def test_rows_of_a_route(route: str, one_small_shape: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "IDLE_S", 0.1)
     monkeypatch.setattr(transfer, "SETTLE_S", 0.0)
-    rows, idle = transfer.measure([route], ["smollm2"], rounds=2, prefill_s={128: 1.0})
+    monkeypatch.setattr(transfer, "PART_TOKENS", 32)
+    rows, hand_offs, idle = transfer.measure([route], ["smollm2"], rounds=2, prefill_s={128: 1.0})
     assert [(row.tokens, row.placement) for row in rows] == [(128, "contiguous"), (128, "fragmented")]
     assert rows[0].copies == 1 < rows[1].copies
     for row in rows:
@@ -43,6 +44,14 @@ def test_rows_of_a_route(route: str, one_small_shape: None, monkeypatch: pytest.
         assert row.memcpy_fraction == pytest.approx(row.gbytes_per_s / row.memcpy_gbytes_per_s)
         assert row.ttft_share == pytest.approx(row.load_ms / (1e3 + row.load_ms))
     assert [row.route for row in idle] == [route]
+    styles = [("prefill_first", "pull"), ("decode_first", "pull"), ("decode_first", "push")]
+    assert [(row.schedule, row.flow) for row in hand_offs] == (styles[:2] if "MOONCAKE" in route else styles)
+    for hand_off in hand_offs:
+        assert f"{hand_off.backend}/{hand_off.runtime}" == route
+        assert (hand_off.tokens, hand_off.part_tokens) == (128, 128 if hand_off.schedule == "prefill_first" else 32)
+        assert hand_off.overhead_ms > 0
+        assert hand_off.exposed_share == pytest.approx(hand_off.exposed_ms / (1e3 + hand_off.exposed_ms))
+    assert hand_offs[0].overhead_ms > hand_offs[0].calls_ms > 0
 
 
 def test_json_holds_the_rows_and_the_machine(
@@ -55,6 +64,8 @@ def test_json_holds_the_rows_and_the_machine(
     wanted = {"backend", "runtime", "manager", "shape", "tokens", "nbytes", "gbytes_per_s", "memcpy_fraction"}
     assert all(wanted | {"overhead_ms", "ttft_share"} <= set(row) for row in printed["rows"])
     assert printed["rows"][0]["ttft_share"] is None
+    assert [row["flow"] for row in printed["hand_offs"]] == ["pull", "pull", "push"]
+    assert printed["hand_offs"][2]["exposed_share"] is None
     assert set(printed["machine"]["idle"]) == {"SHM/PYTHON"}
 
 

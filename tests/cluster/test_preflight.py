@@ -18,6 +18,7 @@ from kvferry.cluster.launch import draw_up
 from kvferry.core import ConfigError
 
 WEIGHTS = "model.safetensors"
+BLOCK_NBYTES = 16 * 3 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, dim, fp32
 
 
 @pytest.fixture
@@ -127,6 +128,19 @@ def test_workers_share_the_memory_of_one_machine(
     monkeypatch.setattr(preflight, "available_nbytes", lambda: 3 << 20)
     error = refusal(model_dir, {"kv_cache.bytes": 2 << 20})
     assert error.message.startswith(f"kv_cache.bytes and kv_cache.host_bytes of 2 workers come to {4 << 20} bytes")
+
+
+def test_pools_of_a_wire_format_count_too(
+    model_dir: Path, refusal: Callable[..., ConfigError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two workers, as many blocks again, whose rows of 16 float32 take 20 bytes instead of 64."""
+    monkeypatch.setattr(preflight, "available_nbytes", lambda: 5 << 20)
+    error = refusal(model_dir, {"kv_cache.bytes": 2 << 20, "transceiver.wire_format": "int8"})
+    blocks = (2 << 20) // BLOCK_NBYTES
+    assert f"{4 << 20} bytes, and {2 * blocks * BLOCK_NBYTES * 20 // 64} more for transceiver.wire_format" in (
+        error.message
+    )
+    assert error.field == "kv_cache.bytes"
 
 
 def test_one_port_cannot_serve_two_front_ends(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from kvferry.core import (
     MemRegion,
     OutputDelta,
     OverloadedError,
+    PeerAddress,
+    ProcessIdentity,
     RankInfo,
     Resolution,
     Role,
@@ -103,6 +105,12 @@ def test_rank_round_trip() -> None:
         tp_size=2,
     )
     assert codec.rank_from_wire(codec.rank_to_wire(rank)) == rank
+
+
+def test_addresses_and_processes_round_trip() -> None:
+    address, process = PeerAddress("h:1", "life"), ProcessIdentity("boot/pid:[4]", 4711, 1 << 40)
+    assert codec.address_from_wire(codec.address_to_wire(address)) == address
+    assert codec.process_from_wire(codec.process_to_wire(process)) == process
 
 
 def test_a_rank_of_an_unknown_role_is_refused_by_name() -> None:

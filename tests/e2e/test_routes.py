@@ -34,6 +34,26 @@ ROUTES = {
         ("SHM/PYTHON", "V2"),
         ("SHM/PYTHON", "V2"),
     ),
+    "nixl-v1-decode-first": (
+        ("--manager", "V1", "--router.schedule", "decode_first"),
+        ("NIXL/PYTHON", "V1"),
+        ("NIXL/PYTHON", "V1"),
+    ),
+    "ucx-decode-first": (
+        ("--backend", "UCX", "--router.schedule", "decode_first"),
+        ("UCX/CPP", "V1"),
+        ("UCX/CPP", "V1"),
+    ),
+    "ucx-decode-first-pull": (
+        ("--backend", "UCX", "--router.schedule", "decode_first", "--router.flow", "pull"),
+        ("UCX/CPP", "V1"),
+        ("UCX/CPP", "V1"),
+    ),
+    "nixl-mixed-decode-first": (
+        ("--manager", "V1", "--decode.transceiver.runtime", "CPP", "--router.schedule", "decode_first"),
+        ("NIXL/PYTHON", "V1"),
+        ("NIXL/CPP", "V1"),
+    ),
     "nixl-mixed": (
         ("--runtime", "PYTHON", "--manager", "V1", "--decode.transceiver.runtime", "CPP"),
         ("NIXL/PYTHON", "V1"),

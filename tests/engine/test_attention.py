@@ -13,10 +13,10 @@ import torch
 from kvferry.core import AxisOrder, DType, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention, decode_batches
 from kvferry.engine.kernels import Kernels
-from kvferry.engine.kv_rows import decode_rows, encode_rows
 from kvferry.engine.operators import operators_for
 from kvferry.engine.spans import AttentionChunk
 from kvferry.kvcache import KVPool
+from kvferry.kvcache.rows import decode_rows, encode_rows
 from kvferry.models import CausalLM, ForwardBatch, load_model
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 8

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.int8 import GROUP, TorchInt8Linear, pack_torch_int8, quantise_rows, quantise_weight, round_to_int8
+from kvferry.engine.int8 import GROUP, TorchInt8Linear, pack_torch_int8, quantise_rows, quantise_weight
+from kvferry.kvcache.rows import round_to_int8
 from kvferry.models import PlainLinear
 
 SEEDS = st.integers(0, 1 << 30)

@@ -13,12 +13,12 @@ from instruction_sets import instruction_set, two_threads  # noqa: F401 - fixtur
 from kvferry.core import AxisOrder, DType, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.kernels import Kernels
-from kvferry.engine.kv_rows import decode_rows, encode_rows
 from kvferry.engine.native import kernels
 from kvferry.engine.native_operators import NativePacker, rms_norm, silu_product
 from kvferry.engine.spans import AttentionChunk
 from kvferry.engine.weight_memory import WeightMemory
 from kvferry.kvcache.pool import build_pool
+from kvferry.kvcache.rows import decode_rows, encode_rows
 from kvferry.models import operators as torch_kinds
 
 PACK = NativePacker(WeightMemory())

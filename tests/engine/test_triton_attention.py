@@ -11,10 +11,10 @@ import triton_interpreter  # noqa: F401
 from kvferry.core import AxisOrder, DType, GroupKind, KVLayout
 from kvferry.engine.attention import PagedAttention
 from kvferry.engine.kernels import Kernels
-from kvferry.engine.kv_rows import encode_rows
 from kvferry.engine.spans import AttentionChunk, spans_of
 from kvferry.engine.triton_attention import STRETCH, TritonGroupStep, can_attend
 from kvferry.kvcache.pool import build_pool
+from kvferry.kvcache.rows import encode_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the log of a stretch nobody needs
 

@@ -1,4 +1,4 @@
-"""Decode first: prompts that are handed off in parts, some of which are slow, lost, or wanted by nobody any more."""
+"""Decode first, pulling: prompts handed off in parts, some of which are slow, lost, or wanted by nobody any more."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def shaky(start_plain: Any) -> Iterator[PlainCluster]:
     """Both workers' agents misbehave on command; a prompt of 40 blocks is computed in ten steps at least."""
     settings = {
         "router.schedule": "decode_first",
+        "router.flow": "pull",
         "prefill.engine.step_token_budget": 64,
         "transceiver.transfer_timeout_ms": int(1000 * TIMEOUT_S),
         "transceiver.lease_s": LEASE_S,

@@ -1,50 +1,38 @@
-"""Copies of whole slots."""
+"""Rows of every type come back as near as their type allows, and their bytes are what layouts say."""
 
 from __future__ import annotations
-
-import random
-import time
 
 import pytest
 import torch
 
-from kvferry.kvcache.rows import copy_rows
+from kvferry.core import DType, GroupKind, KVLayout
+from kvferry.kvcache.rows import decode_rows, encode_rows
 
 
 @pytest.mark.parametrize(
-    ("to", "sources"),
-    [
-        ([], []),
-        ([3], [0]),
-        ([0, 1, 2], [4, 5, 6]),
-        ([0, 1, 2, 7], [4, 5, 7, 0]),
-        ([5, 4, 3], [1, 2, 3]),
-        ([1, 2, 3], [5, 5, 5]),
-        (range(2, 6), range(4)),
-    ],
+    ("dtype", "error"), [(DType.FLOAT32, 0.0), (DType.BFLOAT16, 2**-8), (DType.FLOAT16, 2**-11), (DType.INT8, 1 / 253)]
 )
-def test_each_row_gets_where_it_is_meant_to_go(to: list[int], sources: list[int]) -> None:
-    source = torch.arange(8 * 5, dtype=torch.uint8).view(8, 5)
-    target = torch.full((8, 5), 255, dtype=torch.uint8)
-    copy_rows(target, to, source, sources)
-    expected = [[255] * 5 for _ in range(8)]
-    for row, other in zip(to, sources, strict=True):
-        expected[row] = source[other].tolist()
-    assert target.tolist() == expected
+def test_a_round_trip(dtype: DType, error: float) -> None:
+    x = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 0.0
+    rows = encode_rows(x, dtype)
+    layout = KVLayout(GroupKind.FULL, (0,), 3, 24, dtype)
+    assert rows.shape[-1] * rows.element_size() == layout.row_nbytes
+    back = decode_rows(rows, dtype, torch.float32)
+    assert bool(((back - x).abs() <= error * x.abs().amax(dim=-1, keepdim=True)).all())
+    assert decode_rows(rows, dtype, torch.float64).dtype is torch.float64
 
 
-def test_scattered_rows_move_no_slower_than_by_index() -> None:
-    """Indexing by a list is the obvious way, and far slower where rows are large."""
-    nbytes, count = 64 << 10, 128
-    source, target = torch.ones((count, nbytes), dtype=torch.uint8), torch.zeros((count, nbytes), dtype=torch.uint8)
-    to, sources = random.Random(0).sample(range(count), count), random.Random(1).sample(range(count), count)
+def test_int8_rows_are_bytes_then_their_scale() -> None:
+    rows = encode_rows(torch.tensor([[2.54, -1.27, 0.0, 0.01]]), DType.INT8)
+    assert rows.shape == (1, 8)
+    assert rows[0, :4].tolist() == [127, -64, 0, 0]
+    assert float(rows[0, 4:].view(torch.float32)) == pytest.approx(0.02)
+    torch.testing.assert_close(
+        decode_rows(rows, DType.INT8, torch.float32), torch.tensor([[2.54, -1.28, 0.0, 0.0]]), rtol=1e-6, atol=1e-6
+    )
 
-    def by_index() -> None:
-        target[torch.tensor(to)] = source[torch.tensor(sources)]
 
-    def spent_s(number: int) -> float:
-        started = time.process_time()
-        copy_rows(target, to, source, sources) if number else by_index()
-        return time.process_time() - started
-
-    assert min(spent_s(1) for _ in range(5)) < min(spent_s(0) for _ in range(5))
+def test_a_page_of_set_bits_is_not_a_number() -> None:
+    rows = torch.full((2, 12), -1, dtype=torch.int8)
+    assert bool(decode_rows(rows, DType.INT8, torch.float32).isnan().all())

@@ -22,6 +22,7 @@ from kvferry.core import (
     KVFerryError,
     ModelLimits,
     OutputDelta,
+    PeerAddress,
     Resolution,
     Source,
     Timings,
@@ -107,6 +108,9 @@ class FakeWorker(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer
     requests: list[WorkerRequest] = field(default_factory=list)
     handles: list[bytes] = field(default_factory=list)
     reserved: list[WorkerRequest] = field(default_factory=list)
+    writers: list[PeerAddress] = field(default_factory=list)
+    granting: bytes | None = None
+    grants: list[bytes] = field(default_factory=list)
     parts: list[HandOffPart] = field(default_factory=list)
     released: list[bytes] = field(default_factory=list)
     abandoned: list[str] = field(default_factory=list)
@@ -214,12 +218,16 @@ class FakePrefill(FakeWorker):
         """Two parts, of two and four tokens, and the reply."""
         request = codec.request_from_wire(wire)
         self.requests.append(request)
+        self.grants.append(wire.grant)
         try:
-            for stop in (2, 4):
+            for stop in () if wire.grant else (2, 4):
                 part = HandOffPart(f"{self.incarnation}/{request.request_id}/{stop}".encode(), stop)
                 yield worker_pb2.PrefillStep(part=codec.part_to_wire(part))
             await self.on_prefill(request, len(request.output_token_ids))
-            yield worker_pb2.PrefillStep(reply=self._reply(request))
+            reply = self._reply(request)
+            if wire.grant:
+                reply.handle, reply.pushed = b"", True
+            yield worker_pb2.PrefillStep(reply=reply)
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
@@ -254,10 +262,15 @@ class FakeDecode(FakeWorker):
     async def RunReserved(  # noqa: N802
         self, steps: AsyncIterator[worker_pb2.DecodeStep], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.DecodeReply]:
-        reserved = codec.request_from_wire((await anext(steps)).reserve.request)
+        reserve = (await anext(steps)).reserve
+        reserved = codec.request_from_wire(reserve.request)
         self.reserved.append(reserved)
         try:
             await self.on_reserve(reserved, len(reserved.output_token_ids))
+            if reserve.HasField("writer"):
+                self.writers.append(codec.address_from_wire(reserve.writer))
+                if self.granting is not None:
+                    yield worker_pb2.DecodeReply(grant=self.granting)
             async for step in steps:
                 if step.HasField("part"):
                     self.parts.append(codec.part_from_wire(step.part))

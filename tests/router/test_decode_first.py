@@ -8,9 +8,17 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.core import FinishReason, InvalidRequestError, KVFerryError, OverloadedError, WorkerRequest, codec
+from kvferry.core import (
+    FinishReason,
+    InvalidRequestError,
+    KVFerryError,
+    OverloadedError,
+    PeerAddress,
+    WorkerRequest,
+    codec,
+)
 from kvferry.proto import generation_pb2 as pb
-from kvferry.router import Schedule
+from kvferry.router import Flow, Schedule
 
 PROMPT = [1, 2, 3, 4, 5]
 TOKENS = 20
@@ -170,3 +178,61 @@ async def test_cancel_while_the_prompt_is_computed_ends_both_legs(cluster: Any) 
     call.cancel()
     await eventually(lambda: prefill.cancelled and decode.cancelled and prefill.abandoned)
     await asyncio.gather(reading, return_exceptions=True)
+
+
+class TestPush:
+    async def test_prefill_gets_the_grant_and_sends_no_parts(self, cluster: Any) -> None:
+        prefill, decode = await cluster.pair()
+        decode.granting = b"room"
+        tokens, last = await streamed(cluster)
+        assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+        assert decode.writers == [PeerAddress(prefill.endpoint, prefill.incarnation)]
+        assert (prefill.grants, decode.parts, decode.handles) == ([b"room"], [], [b""])
+        assert (last.route.prefill, last.route.decode, last.route.disaggregated) == ("prefill-0", "decode-0", True)
+        assert (prefill.abandoned, prefill.cancelled, decode.cancelled) == ([], [], [])
+
+    async def test_a_decode_worker_that_would_rather_pull(self, cluster: Any) -> None:
+        prefill, decode = await cluster.pair()
+        decode.granting = b""
+        tokens, _ = await streamed(cluster)
+        assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+        assert prefill.grants == [b""]
+        assert [part.stop for part in decode.parts] == [2, 4]
+
+    async def test_a_grant_that_comes_too_late_is_ignored(self, cluster: Any) -> None:
+        """The prompt is computed meanwhile, and pulled."""
+        prefill, decode = await cluster.pair()
+        decode.granting = b"room"
+
+        async def slow(_: WorkerRequest, __: int) -> None:
+            await asyncio.sleep(0.6)
+
+        decode.on_reserve = slow
+        tokens, _ = await streamed(cluster)
+        assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+        assert prefill.grants == [b""]
+        assert [part.stop for part in decode.parts] == [2, 4]
+
+    async def test_flow_pull_asks_for_no_grant(self, make_cluster: Any) -> None:
+        cluster = await make_cluster(schedule=Schedule.DECODE_FIRST, flow=Flow.PULL)
+        prefill, decode = await cluster.pair()
+        decode.granting = b"room"
+        tokens, _ = await streamed(cluster)
+        assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+        assert (decode.writers, prefill.grants) == ([], [b""])
+
+    async def test_a_decode_worker_that_dies_before_it_has_granted(self, cluster: Any) -> None:
+        decodes, _ = (workers := await two_pairs(cluster))[:2], workers[2:]
+        killed: list[Any] = []
+
+        async def kill(_: WorkerRequest, __: int) -> None:
+            if not killed:
+                killed.extend(worker for worker in decodes if worker.reserved)
+                asyncio.get_running_loop().create_task(killed[0].stop())
+                await asyncio.sleep(5)
+
+        for worker in decodes:
+            worker.granting, worker.on_reserve = b"room", kill
+        tokens, last = await streamed(cluster)
+        assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
+        assert last.route.retries == 1

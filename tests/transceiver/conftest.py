@@ -18,6 +18,8 @@ from kvferry.core import (
     GroupKind,
     KVFerryError,
     KVLayout,
+    PeerAddress,
+    ProcessIdentity,
     RankInfo,
     Resolution,
     Role,
@@ -28,8 +30,8 @@ from kvferry.core import (
     rank_incarnation,
 )
 from kvferry.kvcache import BlockHold, CacheStateError, KVPool
-from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult
-from kvferry.transceiver.control import ControlClient, ControlTarget
+from kvferry.transceiver.base import Agent, CancelOutcome, LoadResult, PushSide
+from kvferry.transceiver.control import ControlClient, ControlTarget, PushReport
 from kvferry.transceiver.cpp_runtime import CppTransceiver
 from kvferry.transceiver.faulty import Fault, FaultyAgent, Target
 from kvferry.transceiver.implementation import RankPlace, RuntimeTimes, WorkerIdentity
@@ -94,6 +96,16 @@ class LocalControl(ControlClient):
         self, endpoint: str, incarnation: str, transfer_id: int, nonce: bytes, timeout_s: float
     ) -> Future[CancelOutcome]:
         return self._call(endpoint, lambda target: target.answer_cancel(transfer_id, nonce))
+
+    def open_push(
+        self, endpoint: str, incarnation: str, grant: bytes, process: ProcessIdentity, timeout_s: float
+    ) -> Future[None]:
+        return self._call(endpoint, lambda target: target.answer_open_push(incarnation, grant, process))
+
+    def check_push(
+        self, endpoint: str, transfer_id: int, nonce: bytes, timeout_s: float, *, stop: bool
+    ) -> Future[PushReport]:
+        return self._call(endpoint, lambda target: target.answer_check_push(transfer_id, nonce, stop=stop))
 
     def close(self) -> None:
         pass
@@ -176,6 +188,46 @@ class Worker:
         tables = (BlockTable(tuple(ids), ()),)
         load.load_id = self.transceiver.load(handle, digest, tables, tokens, load.on_done)
         return load
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.endpoint, self.transceiver.local.incarnation)
+
+    @property
+    def pushing(self) -> PushSide:
+        side = self.transceiver.push_side
+        assert side is not None
+        return side
+
+    def grant(
+        self, writer: Worker, ids: Sequence[int], tokens: TokenRange, digest: bytes = DIGEST
+    ) -> tuple[bytes, Load]:
+        load = Load()
+        tables = (BlockTable(tuple(ids), ()),)
+        load.load_id, grant = self.pushing.grant(writer.address, digest, tables, tokens, load.on_done)
+        return grant, load
+
+    def open_push(self, grant: bytes, digest: bytes = DIGEST) -> Push:
+        push = Push(self)
+        push.push_id, _ = self.pushing.open_push(grant, digest, push.failures.append)
+        return push
+
+
+@dataclass(slots=True)
+class Push:
+    """An outgoing push under test."""
+
+    worker: Worker
+    push_id: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def part(self, ids: Sequence[int], tokens: TokenRange) -> FakeHold:
+        hold = FakeHold((self.worker.table(ids),))
+        self.worker.pushing.push(self.push_id, hold, tokens, hold.release)
+        return hold
+
+    def give_up(self) -> None:
+        self.worker.pushing.give_up_push(self.push_id)
 
 
 MODEL_LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=4, tokens_per_block=4)
@@ -385,6 +437,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 @pytest.fixture(params=WORLDS)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Over memory copies within the process, and over the real things, on both runtimes."""
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[world for world in WORLDS if isinstance(world, str)])
+def push_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Over all that may push: where a WRITE that is done has landed."""
     made = World(request.param)
     yield made
     made.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -18,6 +19,8 @@ from kvferry.core import BlockTable, GroupKind, KVLayout, Resolution, Role, Sour
 from kvferry.kvcache import BlockHold, KVPool
 from kvferry.transceiver import PoolMemory, Transceiver, add_transceiver_service, create_transceiver, pool_memory
 
+FAILURES: list[str] = []
+"""Of pushes."""
 LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
 
 
@@ -48,6 +51,18 @@ def answer(command: dict[str, Any], transceiver: Transceiver, pool: KVPool) -> d
         digest = bytes.fromhex(command["digest"])
         handle = transceiver.advertise(Hold(table), TokenRange(0, command["stop"]), digest, lambda: None)
         return {"handle": handle.hex()}
+    if command["do"] == "open_push":
+        side = transceiver.push_side
+        assert side is not None
+        push_id, _ = side.open_push(bytes.fromhex(command["grant"]), bytes.fromhex(command["digest"]), FAILURES.append)
+        return {"push_id": push_id}
+    if command["do"] == "push":
+        side, ids = transceiver.push_side, command["ids"]
+        assert side is not None
+        table = BlockTable(tuple(ids), tuple(int(pool.generations[block]) for block in ids))
+        tokens, released = TokenRange(command["start"], command["stop"]), threading.Event()
+        side.push(command["push_id"], Hold(table), tokens, released.set)
+        return {"released": released.wait(command["wait_s"]), "failures": FAILURES}
     if command["do"] == "bytes":
         rows = pool.buffer.view(pool.num_blocks, -1)[command["ids"]]
         return {"bytes": rows.numpy().tobytes().hex()}

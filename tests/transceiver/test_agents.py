@@ -145,6 +145,19 @@ def test_write_puts_the_bytes_where_they_belong(bench: Bench) -> None:
     assert np.array_equal(bench.remote[150:], before[150:])
 
 
+def test_what_is_notified_after_a_write_finds_it(bench: Bench) -> None:
+    """Where an agent promises that: what a push's DONE rests on."""
+    if not bench.near.writes_land:
+        assert isinstance(bench.near, MooncakeAgent)
+        return
+    for number in range(1, 40):
+        bench.local[:] = number
+        assert bench.finish(bench.near.submit(Direction.WRITE, "far", bench.copies((0, 0, 4096)))) is OpState.DONE
+        bench.near.notify("far", b"written")
+        bench.wait_for_notifications(number)
+        assert (bench.remote == number).all()
+
+
 def test_done_stays_done_and_release_may_be_repeated(bench: Bench) -> None:
     operation = bench.near.submit(Direction.READ, "far", bench.copies((0, 0, 64)))
     assert bench.finish(operation) is OpState.DONE

@@ -14,10 +14,12 @@ from kvferry.core import AxisOrder, BlockTable, DType, GroupKind, KVLayout, Toke
 from kvferry.transceiver.planner import (
     arrives_in_part,
     expected_nbytes,
+    granted_nbytes,
     group_spans,
     oldest_needed,
     plan_generation_reads,
     plan_transfer,
+    writes_in_part,
 )
 
 BASE = KVLayout(GroupKind.FULL, layers=(0, 1, 2), kv_heads=2, head_dim=2, dtype=DType.BFLOAT16, tokens_per_block=4)
@@ -191,6 +193,21 @@ class TestGroups:
         assert expected_nbytes(source, reader, TokenRange(4, 4)) == (0, 0)
         stage = side("reader", [Pool(self.WINDOW, [], 1, 0)], pp=(1, 2)).rank
         assert expected_nbytes(source, stage, TokenRange(0, 16)) == (5 * window, 8 * window)
+
+    def test_so_does_the_destination_of_a_push(self) -> None:
+        here = side("here", [Pool(BASE, [0, 1, 2, 3], 4, 0), Pool(self.WINDOW, [0, 1, 2, 3], 4, 1)])
+        writer = side("writer", [Pool(BASE, [], 1, 0), Pool(self.WINDOW, [], 1, 0)]).rank
+        full, window = BASE.token_nbytes, self.WINDOW.token_nbytes
+        assert granted_nbytes(here, writer, TokenRange(0, 16)) == (16 * full + 5 * window, 16 * full + 16 * window)
+        assert granted_nbytes(here, writer, TokenRange(13, 16)) == (3 * full + 3 * window, 3 * full + 3 * window)
+        assert granted_nbytes(here, writer, TokenRange(4, 4)) == (0, 0)
+
+    @pytest.mark.parametrize(("there", "in_part"), [(4, False), (8, False), (2, True), (6, True)])
+    def test_a_window_may_arrive_in_part_where_blocks_end_elsewhere(self, there: int, in_part: bool) -> None:
+        here = side("here", [Pool(BASE, [], 1, 0), Pool(self.WINDOW, [], 1, 0)]).rank
+        layouts = [replace(layout, tokens_per_block=there) for layout in (BASE, self.WINDOW)]
+        writer = side("writer", [Pool(layout, [], 1, 0) for layout in layouts]).rank
+        assert writes_in_part(writer, here) is in_part
 
     def test_what_the_next_token_looks_back_to(self) -> None:
         assert oldest_needed(BASE, 100) == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from kvferry.core import Role, TokenRange
+from kvferry.core import BlockTable, PeerAddress, Role, TokenRange
 from kvferry.transceiver.base import CancelOutcome, LoadResult
 from kvferry.transceiver.faulty import Fault, Target
 from kvferry.transceiver.ranked import agree
@@ -161,6 +162,41 @@ def test_other_ranks_are_woken_for_readers(mortal_world: Any, eventually: Wait) 
     source.others[0].attended.clear()
     source.advertise([3], 4)
     assert source.others[0].attended
+
+
+def test_pages_that_are_pushed_to_stay_in_doubt_as_without_ranks(mortal_world: Any, fake_hold: Any) -> None:
+    times = {"transfer_timeout_s": 0.2, "grace_s": 0.1, "heartbeat_s": 0.1}
+    source = mortal_world.ranked(Role.PREFILL, "p", 1, 1, **times)
+    destination = mortal_world.ranked(Role.DECODE, "d", 1, 1, **times)
+    results: list[LoadResult] = []
+    done, quiet = threading.Event(), threading.Event()
+
+    def on_done(result: LoadResult) -> None:
+        results.append(result)
+        done.set()
+
+    writer = PeerAddress("p", source.transceiver.local.incarnation)
+    granting, writing = destination.transceiver.push_side, source.transceiver.push_side
+    tokens = TokenRange(0, 8)
+    load_id, grant = granting.grant(writer, b"d" * 32, (BlockTable((3, 4), ()),), tokens, on_done)
+    push_id, _ = writing.open_push(grant, b"d" * 32, lambda _: None)
+    generations = tuple(source.pools[0].generations[[5, 6]].tolist())
+    hold = fake_hold((BlockTable((5, 6), generations),))
+    source.transceiver.connect("d")
+    source.agents[0].inject(Fault.BLOCK)
+    writing.push(push_id, hold, tokens, hold.release)
+    granting.due(load_id)
+    assert done.wait(5)
+    assert results[0].in_doubt is True
+    destination.transceiver.when_quiet(load_id, quiet.set)
+    assert not quiet.wait(0.3)
+    source.agents[0].unblock()
+    assert quiet.wait(5)
+    assert hold.released.wait(5)
+
+
+def test_workers_of_several_ranks_are_pulled_from(mortal_world: Any) -> None:
+    assert mortal_world.ranked(Role.PREFILL, "p", 2, 1).transceiver.push_side is None
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 import pytest
 
-from kvferry.core import ErrorCode, Role, TransferError
+from kvferry.core import ErrorCode, Role, TokenRange, TransferError
 from kvferry.core.codec import ERROR_METADATA_KEY, error_from_wire
 from kvferry.proto import worker_pb2, worker_pb2_grpc
 from kvferry.transceiver import IncompatiblePeerError, add_transceiver_service
 from kvferry.transceiver.base import CancelOutcome
+from kvferry.transceiver.control import PushReport, WriterState
 from kvferry.transceiver.control_client import GrpcControlClient
+from kvferry.transceiver.process_identity import this_process
 from kvferry.transceiver.protocol import open_handle
 
 TIMEOUT_S = 5.0
+
+
+@asynccontextmanager
+async def serving(worker: Any) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add_transceiver_service(server, worker.transceiver)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
 
 
 @pytest.fixture
@@ -28,12 +41,8 @@ def prefill(world: Any) -> Any:
 
 @pytest.fixture
 async def endpoint(prefill: Any) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    add_transceiver_service(server, prefill.transceiver)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
+    async with serving(prefill) as endpoint:
+        yield endpoint
 
 
 async def outcome(future: Any) -> Any:
@@ -74,6 +83,28 @@ async def test_heartbeat_and_cancel(prefill: Any, endpoint: str) -> None:
     assert await outcome(call) is CancelOutcome.IN_FLIGHT
     assert hold.released.is_set()
     client.close()
+
+
+async def test_open_and_check_of_a_push(push_world: Any) -> None:
+    """Whoever granted answers the one, the writer the other."""
+    writer, decode = push_world.worker(Role.PREFILL, "p:1"), push_world.worker(Role.DECODE, "d:1")
+    writer.transceiver.connect("d:1")
+    grant, load = decode.grant(writer, [3], TokenRange(0, 4))
+    handle, process = open_handle(grant).handle, this_process()
+    async with serving(decode) as granting, serving(writer) as writing:
+        client, name = GrpcControlClient(), writer.transceiver.local.incarnation
+        other = replace(writer.transceiver.local, incarnation="other", handle_key=b"")
+        decode.transceiver.answer_handshake(other)
+        with pytest.raises(TransferError, match="made for another worker"):
+            await outcome(client.open_push(granting, "other", grant, process, TIMEOUT_S))
+        assert await outcome(client.open_push(granting, name, grant, process, TIMEOUT_S)) is None
+        with pytest.raises(TransferError, match="used already"):
+            await outcome(client.open_push(granting, name, grant, process, TIMEOUT_S))
+        check = client.check_push(writing, handle.transfer_id, handle.nonce, TIMEOUT_S, stop=True)
+        assert await outcome(check) == PushReport(name, WriterState.UNKNOWN)
+        client.close()
+    decode.transceiver.cancel_load(load.load_id)
+    assert load.wait().in_doubt is False
 
 
 async def test_nobody_there_is_a_transfer_error_in_time(world: Any) -> None:

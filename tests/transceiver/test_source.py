@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core import BlockTable, InternalError, RankInfo, Role, TokenRange
 from kvferry.transceiver.base import CancelOutcome
-from kvferry.transceiver.protocol import Notification, NotificationKind, encode_notification, open_handle
+from kvferry.transceiver.protocol import Notification, NotificationKind, open_handle
 
 BEGIN, DONE, FAILED = NotificationKind.BEGIN, NotificationKind.DONE, NotificationKind.FAILED
 
@@ -26,7 +26,7 @@ def note_for(handle: bytes, kind: NotificationKind, tokens: TokenRange, nbytes: 
 
 
 def notify(worker: Any, note: Notification, reader: RankInfo | None = None) -> None:
-    worker.transceiver._source.notified(encode_notification(note), reader)
+    worker.transceiver._source.notified(note, reader)
 
 
 def test_the_handle_says_what_is_pinned(prefill: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_wrong_nonce_or_id_touches_nothing(prefill: Any) -> None:
     note = note_for(handle, DONE, TokenRange(0, 7), 7 * prefill.pool.layout.token_nbytes)
     notify(prefill, replace(note, nonce=b"\0" * 16))
     notify(prefill, replace(note, transfer_id=note.transfer_id ^ 1))
-    prefill.transceiver._source.notified(b"garbage", None)
+    prefill.transceiver._notified("nobody", b"garbage")
     assert not hold.released.is_set()
     assert prefill.transceiver.stats().stray_notifications == 3
     assert prefill.transceiver.answer_cancel(note.transfer_id, b"\0" * 16) is CancelOutcome.NOT_FOUND

@@ -63,6 +63,10 @@ class VmReadAgent(Agent):
         self._port = self._mailbox.getsockname()[1]
         self._mailbox.setblocking(False)
 
+    @property
+    def writes_land(self) -> bool:
+        return True
+
     def register(self, region: MemRegion) -> None:
         self._regions.append((region.addr, region.nbytes))
 
