@@ -17,6 +17,7 @@ using kvferry::native::Int8Args;
 using kvferry::native::kGroupNbytes;
 using kvferry::native::kPanel;
 using kvferry::native::kScaleNbytes;
+using kvferry::native::kSharingTiles;
 using kvferry::native::kStrip;
 
 constexpr int kQuads = kGroup / 4;             // columns are taken four at a time
@@ -138,29 +139,115 @@ void quantise_row(const Int8Args& args, int row, int tile, int height) {
 
 // -- a tile ------------------------------------------------------------------------------------------------
 
-// Exact sums of one group: kRows rows by kStrip outputs.
+// A row's results of a panel.
+using Totals = Vec[kPanel / kLanes];
+
+// Exact sums of one group: kRows rows by the outputs of a strip.
+#if defined(__AVX2__) && KVFERRY_LANES == 8
+// Six rows leave no register to spare. An array of sums would be kept in memory, and so would what a compiler takes out
+// of a product and its sum: every sum has a name, and a row's share of a part is one instruction to the compiler.
 template <int kRows>
-inline void strip_sums(const std::int8_t* weights, const std::int8_t* quads, std::ptrdiff_t ahead,
-                       IntVec (&sums)[kRows][kStripVecs]) {
-  for (int quad = 0; quad < kQuads; ++quad, weights += 4 * kStrip, quads += kRows * kQuadNbytes) {
-    __builtin_prefetch(weights + ahead);
-    const auto part = [&]<int kPart>() {
-      IntVec w[kStripVecs];
-#pragma GCC unroll 4
-      for (int vec = 0; vec < kStripVecs; ++vec) w[vec] = weights_part<kPart>(weights + vec * 4 * kLanes);
-#pragma GCC unroll 16
-      for (int row = 0; row < kRows; ++row) {
-        std::int32_t bits;
-        std::memcpy(&bits, quads + row * kQuadNbytes + kPart * 4, sizeof bits);
-        const IntVec x = in_order(repeat(bits));
-#pragma GCC unroll 4
-        for (int vec = 0; vec < kStripVecs; ++vec)
-          sums[row][vec] = in_order(add_products(sums[row][vec], w[vec], x));
-      }
-    };
-    part.template operator()<0>();
-    if constexpr (kParts == 2) part.template operator()<1>();
+struct StripSums {
+  IntVec low, high;  // of the last row
+  StripSums<kRows - 1> others;
+
+  __attribute__((always_inline)) void start(const RowGroup* rows) {
+    low = high = repeat(rows[kRows - 1].start);
+    others.start(rows);
   }
+  template <int kPart>
+  __attribute__((always_inline)) void add(IntVec low_weights, IntVec high_weights, const std::int8_t* quads) {
+    IntVec x, product;
+    asm("vpbroadcastd %[from], %[x]\n\t"
+        "vpmaddwd %[x], %[low_weights], %[product]\n\t"
+        "vpmaddwd %[x], %[high_weights], %[x]\n\t"
+        "vpaddd %[product], %[low], %[low]\n\t"
+        "vpaddd %[x], %[high], %[high]"
+        : [low] "+x"(low), [high] "+x"(high), [x] "=&x"(x), [product] "=&x"(product)
+        : [low_weights] "x"(low_weights), [high_weights] "x"(high_weights),
+          [from] "m"(*reinterpret_cast<const std::int32_t*>(quads + (kRows - 1) * kQuadNbytes + kPart * 4)));
+    others.template add<kPart>(low_weights, high_weights, quads);
+  }
+  template <int kPart>
+  __attribute__((always_inline)) void add(const std::int8_t* weights, const std::int8_t* quads) {
+    add<kPart>(weights_part<kPart>(weights), weights_part<kPart>(weights + 4 * kLanes), quads);
+  }
+  __attribute__((always_inline)) void scale_into(Totals* totals, int place, Vec low_scales, Vec high_scales,
+                                                 const RowGroup* rows) {
+    totals[kRows - 1][place] += __builtin_convertvector(low, Vec) * low_scales * rows[kRows - 1].scale;
+    totals[kRows - 1][place + 1] += __builtin_convertvector(high, Vec) * high_scales * rows[kRows - 1].scale;
+    others.scale_into(totals, place, low_scales, high_scales, rows);
+  }
+  __attribute__((always_inline)) void scale_into(Totals* totals, int place, const BFloat16* scales,
+                                                 const RowGroup* rows) {
+    scale_into(totals, place, load(scales), load(scales + kLanes), rows);
+  }
+};
+
+template <>
+struct StripSums<0> {
+  void start(const RowGroup*) {}
+  template <int kPart>
+  void add(IntVec, IntVec, const std::int8_t*) {}
+  void scale_into(Totals*, int, Vec, Vec, const RowGroup*) {}
+};
+#else
+template <int kRows>
+struct StripSums {
+  IntVec sums[kRows][kStripVecs];
+
+  void start(const RowGroup* rows) {
+    for (int row = 0; row < kRows; ++row)
+      for (int vec = 0; vec < kStripVecs; ++vec) sums[row][vec] = repeat(rows[row].start);
+  }
+  template <int kPart>
+  void add(const std::int8_t* weights, const std::int8_t* quads) {
+    IntVec w[kStripVecs];
+#pragma GCC unroll 4
+    for (int vec = 0; vec < kStripVecs; ++vec) w[vec] = weights_part<kPart>(weights + vec * 4 * kLanes);
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      std::int32_t bits;
+      std::memcpy(&bits, quads + row * kQuadNbytes + kPart * 4, sizeof bits);
+      const IntVec x = in_order(repeat(bits));
+#pragma GCC unroll 4
+      for (int vec = 0; vec < kStripVecs; ++vec) sums[row][vec] = in_order(add_products(sums[row][vec], w[vec], x));
+    }
+  }
+  void scale_into(Totals* totals, int place, const BFloat16* scales, const RowGroup* rows) {
+#pragma GCC unroll 4
+    for (int vec = 0; vec < kStripVecs; ++vec) {
+      const Vec scale = load(scales + vec * kLanes);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row)
+        totals[row][place + vec] += __builtin_convertvector(sums[row][vec], Vec) * scale * rows[row].scale;
+    }
+  }
+};
+#endif
+
+// Weights on their way into the cache, some for every line of the panel that is computed with.
+struct Stream {
+  const std::int8_t* next;
+  std::ptrdiff_t step;
+
+  void fetch() {
+    __builtin_prefetch(next);
+    next += step;
+  }
+};
+
+template <int kRows>
+inline void add_strip(const std::int8_t* weights, const BFloat16* scales, const std::int8_t* quads,
+                      const RowGroup* rows, Stream& stream, Totals* totals, int place) {
+  StripSums<kRows> sums;
+  sums.start(rows);
+  for (int quad = 0; quad < kQuads; ++quad, weights += 4 * kStrip, quads += kRows * kQuadNbytes) {
+    stream.fetch();
+    sums.template add<0>(weights, quads);
+    if constexpr (kParts == 2) sums.template add<1>(weights, quads);
+  }
+  sums.scale_into(totals, place, scales, rows);
 }
 
 inline void write_row(const Int8Args& args, int row, int panel, const Vec* sums) {
@@ -180,53 +267,51 @@ inline void write_row(const Int8Args& args, int row, int panel, const Vec* sums)
   }
 }
 
-// kRows rows from first_row on, by one panel. ahead: how far ahead of use weights are fetched, in bytes.
+// kRows rows from first_row on, by one panel.
 template <int kRows>
-void int8_tile(const Int8Args& args, int first_row, int panel, std::ptrdiff_t ahead) {
+void int8_tile(const Int8Args& args, int first_row, int panel, Stream stream) {
   const int groups = groups_of(args.columns);
   const Quantised x(args, first_row);
   const std::int8_t* block = args.packed + static_cast<std::ptrdiff_t>(panel) * groups * kGroupNbytes;
-  Vec totals[kRows][kPanel / kLanes] = {};
+  Totals totals[kRows] = {};
   for (int group = 0; group < groups; ++group, block += kGroupNbytes) {
     const std::int8_t* quads = x.quads + static_cast<std::ptrdiff_t>(group) * kQuads * kRows * kQuadNbytes;
     const RowGroup* rows = x.scales + static_cast<std::ptrdiff_t>(group) * kRows;
-    __builtin_prefetch(block + ahead);
-    for (int strip = 0; strip < kPanel / kStrip; ++strip) {
-      IntVec sums[kRows][kStripVecs];
-      for (int row = 0; row < kRows; ++row)
-        for (int vec = 0; vec < kStripVecs; ++vec) sums[row][vec] = repeat(rows[row].start);
-      strip_sums<kRows>(block + kScaleNbytes + strip * kGroup * kStrip, quads, ahead, sums);
-#pragma GCC unroll 4
-      for (int vec = 0; vec < kStripVecs; ++vec) {
-        const int place = strip * kStripVecs + vec;
-        const Vec scale = load(reinterpret_cast<const BFloat16*>(block) + place * kLanes);
-#pragma GCC unroll 16
-        for (int row = 0; row < kRows; ++row)
-          totals[row][place] += __builtin_convertvector(sums[row][vec], Vec) * scale * rows[row].scale;
-      }
-    }
+    stream.fetch();
+    for (int strip = 0; strip < kPanel / kStrip; ++strip)
+      add_strip<kRows>(block + kScaleNbytes + strip * kGroup * kStrip,
+                       reinterpret_cast<const BFloat16*>(block) + strip * kStrip, quads, rows, stream, totals,
+                       strip * kStripVecs);
   }
   for (int row = 0; row < kRows; ++row) write_row(args, first_row + row, panel, totals[row]);
 }
 
 template <int kRows = kInt8TileRows>
-inline void int8_tile_of(const Int8Args& args, int rows, int first_row, int panel, std::ptrdiff_t ahead) {
+inline void int8_tile_of(const Int8Args& args, int rows, int first_row, int panel, Stream stream) {
   if (rows == kRows)
-    int8_tile<kRows>(args, first_row, panel, ahead);
+    int8_tile<kRows>(args, first_row, panel, stream);
   else if constexpr (kRows > 1)
-    int8_tile_of<kRows - 1>(args, rows, first_row, panel, ahead);
+    int8_tile_of<kRows - 1>(args, rows, first_row, panel, stream);
+}
+
+// What the tile `left` tiles before the last one of `tiles` fetches.
+inline Stream stream_of(const std::int8_t* panel, std::ptrdiff_t panel_nbytes, int tiles, int left) {
+  constexpr std::ptrdiff_t kLine = 64, kPage = 4096;  // a page is where the hardware's own streams end
+  if (tiles == 1) return {panel + kPage, kLine};
+  const int sharing = tiles <= kSharingTiles ? tiles : 1;
+  if (left >= sharing) return {panel, kLine};
+  return {panel + panel_nbytes + panel_nbytes / sharing * (sharing - 1 - left), (kLine + sharing - 1) / sharing};
 }
 
 // Tiles [first_tile, last_tile) of panels [first_panel, last_panel).
 void linear_int8(const Int8Args& args, int first_tile, int last_tile, int first_panel, int last_panel) {
-  constexpr std::ptrdiff_t kPage = 4096;  // which is where the hardware's own streams end
   const std::ptrdiff_t panel_nbytes = static_cast<std::ptrdiff_t>(groups_of(args.columns)) * kGroupNbytes;
   for (int panel = first_panel; panel < last_panel; ++panel)
     for (int tile = first_tile; tile < last_tile; ++tile) {
       const int row = first_row_of(tile, args.rows, kInt8TileRows);
-      const bool last = tile + 1 == last_tile;
-      const std::ptrdiff_t ahead = last_tile - first_tile == 1 ? kPage : last ? panel_nbytes : 0;
-      int8_tile_of(args, first_row_of(tile + 1, args.rows, kInt8TileRows) - row, row, panel, ahead);
+      int8_tile_of(args, first_row_of(tile + 1, args.rows, kInt8TileRows) - row, row, panel,
+                   stream_of(args.packed + panel * panel_nbytes, panel_nbytes, last_tile - first_tile,
+                             last_tile - 1 - tile));
     }
 }
 
