@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_NBYTES = 16 * 1024 * 1024
 # After the last token a worker only has its status left to send.
 _TRAILER_TIMEOUT_S = 1.0
+_STEP_TIMEOUT_S = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_NBYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
@@ -233,12 +234,21 @@ class ReservedCall(DecodeCall):
             await self._call.done_writing()
 
     async def _write(self, step: worker_pb2.DecodeStep) -> None:
+        """Bounded: a call that breaks while it is being opened may wait for ever for its first word to be sent."""
         with _translated(self._lease):
             try:
-                await self._call.write(step)
-            except asyncio.InvalidStateError:  # the leg ended before: its status says why
-                await self._read()
-                raise WorkerLostError("the stream ended before the request was finished") from None
+                async with asyncio.timeout(_STEP_TIMEOUT_S):
+                    await self._sent(step)
+            except TimeoutError:
+                self._call.cancel()
+                raise WorkerLostError(f"it has not taken a step within {_STEP_TIMEOUT_S:g} s") from None
+
+    async def _sent(self, step: worker_pb2.DecodeStep) -> None:
+        try:
+            await self._call.write(step)
+        except asyncio.InvalidStateError:  # the leg ended before: its status says why
+            await self._read()
+            raise WorkerLostError("the stream ended before the request was finished") from None
 
 
 def _prefill_result(reply: worker_pb2.PrefillReply) -> PrefillResult:
@@ -277,7 +287,8 @@ def _leg_error(lease: Lease, error: grpc.aio.AioRpcError) -> LegError:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return LegError(lease.facts, DeadlineExceededError("the request's deadline passed"), lost=False)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    # INTERNAL is gRPC's own word for a connection that broke under an operation: a worker's comes with its detail.
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL):
         return LegError(lease.facts, WorkerLostError(f"no connection: {details}"), lost=True)
     logger.error("worker %s answered %s: %s", lease.worker, code.name, details)
     return LegError(lease.facts, InternalError(f"{lease.worker} failed; its log says why"), lost=False)

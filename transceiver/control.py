@@ -47,8 +47,9 @@ class ControlTarget(ABC):
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome: ...
 
     @abstractmethod
-    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
-        """Returns when the writer may begin, and raises TransferError when it must not."""
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> bytes:
+        """The writer may begin, once it has met the agent whose metadata has this digest (`protocol.agent_digest`).
+        TransferError when it must not."""
 
     @abstractmethod
     def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport: ...
@@ -74,7 +75,7 @@ class ControlClient(ABC):
     @abstractmethod
     def open_push(
         self, endpoint: str, incarnation: str, grant: bytes, process: ProcessIdentity, timeout_s: float
-    ) -> Future[None]: ...
+    ) -> Future[bytes]: ...
 
     @abstractmethod
     def check_push(

@@ -67,10 +67,10 @@ class GrpcControlClient(ControlClient):
 
     def open_push(
         self, endpoint: str, incarnation: str, grant: bytes, process: ProcessIdentity, timeout_s: float
-    ) -> Future[None]:
+    ) -> Future[bytes]:
         request = worker_pb2.PushOpen(incarnation=incarnation, grant=grant, process=process_to_wire(process))
         call = self._stub(endpoint).OpenPush.future(request, timeout=timeout_s)
-        return _convert(call, endpoint, lambda _: None)
+        return _convert(call, endpoint, lambda reply: bytes(reply.agent_digest))
 
     def check_push(
         self, endpoint: str, transfer_id: int, nonce: bytes, timeout_s: float, *, stop: bool

@@ -104,5 +104,10 @@ def open_handle(data: bytes) -> SignedHandle:
         raise TransferError(f"malformed transfer handle: {error.message}", field="handle") from None
 
 
+def agent_digest(metadata: bytes) -> bytes:
+    """Names one life of an agent: a fence gives it another."""
+    return hashlib.sha256(metadata).digest()
+
+
 def _mac(key: bytes, payload: bytes) -> bytes:
     return hmac.new(key, payload, hashlib.sha256).digest()

@@ -18,7 +18,13 @@ from kvferry.transceiver.control import ControlClient, PushReport, WriterState
 from kvferry.transceiver.peers import Peers
 from kvferry.transceiver.planner import RankTables, plan_transfer
 from kvferry.transceiver.process_identity import this_process
-from kvferry.transceiver.protocol import Notification, NotificationKind, encode_notification, open_handle
+from kvferry.transceiver.protocol import (
+    Notification,
+    NotificationKind,
+    agent_digest,
+    encode_notification,
+    open_handle,
+)
 from kvferry.transceiver.sessions import PushPart, PushSession, SessionState, Verdict
 from kvferry.transceiver.stats import FailureClass, StatsRecorder
 
@@ -153,14 +159,34 @@ class Pushes:
         )
         answer.add_done_callback(lambda ended: self._post(lambda: self._opened(session, ended)))
 
-    def _opened(self, session: PushSession, answer: Future[None]) -> None:
+    def _opened(self, session: PushSession, answer: Future[bytes]) -> None:
         """Not before this does a byte move. Who has given up meanwhile says so when asked."""
         if session.lifecycle.ended:
             return
+        assert session.peer is not None
         error = answer.exception()
         if error is not None:
             self._fail(session, Verdict(FailureClass.PEER, str(error)))
+        elif answer.result() == agent_digest(session.peer.agent_metadata):
+            self._begin(session)
+        else:
+            # It has fenced somebody since we met: what we know of its memory leads nowhere.
+            self._peers.lost(session.peer.incarnation)
+            handle = session.signed.handle
+            met = self._peers.reach(handle.endpoint, handle.incarnation)
+            met.add_done_callback(lambda future: self._met_again(session, future))
+
+    def _met_again(self, session: PushSession, future: Future[RankInfo]) -> None:
+        if session.lifecycle.ended:
             return
+        try:
+            session.peer = future.result()
+        except TransferError as error:
+            self._fail(session, Verdict(FailureClass.PEER, error.message))
+            return
+        self._begin(session)
+
+    def _begin(self, session: PushSession) -> None:
         session.lifecycle.to(SessionState.TRANSFERRING)
         self._next(session)
 

@@ -141,8 +141,8 @@ class RankedTransceiver(Transceiver, ControlTarget):
         self._attend(_READER_S)
         return self._own.answer_cancel(transfer_id, nonce)
 
-    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
-        self._own.answer_open_push(incarnation, grant, process)
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> bytes:
+        return self._own.answer_open_push(incarnation, grant, process)
 
     def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport:
         return self._own.answer_check_push(transfer_id, nonce, stop=stop)

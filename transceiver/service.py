@@ -51,11 +51,13 @@ class TransceiverService(worker_pb2_grpc.TransceiverServicer):
         self, request: worker_pb2.PushOpen, context: _Context
     ) -> worker_pb2.PushOpened:
         try:
-            self._target.answer_open_push(request.incarnation, request.grant, process_from_wire(request.process))
+            digest = self._target.answer_open_push(
+                request.incarnation, request.grant, process_from_wire(request.process)
+            )
         except KVFerryError as error:
             logger.warning("push refused: %s", error.message)
             await _refuse(context, error)
-        return worker_pb2.PushOpened()
+        return worker_pb2.PushOpened(agent_digest=digest)
 
     async def CheckPush(  # noqa: N802
         self, request: worker_pb2.PushCheck, context: _Context

@@ -31,7 +31,7 @@ from kvferry.transceiver.loads import LoadTable
 from kvferry.transceiver.loop import Loop, Sleeper
 from kvferry.transceiver.peers import Peers
 from kvferry.transceiver.polling import PollDemand
-from kvferry.transceiver.protocol import decode_notification, new_handle_key
+from kvferry.transceiver.protocol import agent_digest, decode_notification, new_handle_key
 from kvferry.transceiver.push_half import PushHalf
 from kvferry.transceiver.pushes import Pushes
 from kvferry.transceiver.sessions import Companions, GrantSession, InboundSession, LoadSession, Verdict
@@ -297,9 +297,10 @@ class SessionRuntime(Transceiver, ControlTarget):
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome:
         return self._help_reader(self._source.cancel(transfer_id, nonce))
 
-    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> bytes:
         self._push.grants.opened(grant, incarnation, process)
         self._wake()
+        return agent_digest(self._local.agent_metadata)
 
     def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport:
         return self._push.pushes.report(transfer_id, nonce, stop=stop)

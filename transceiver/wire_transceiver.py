@@ -147,8 +147,8 @@ class WireTransceiver(Transceiver, ControlTarget):
     def answer_cancel(self, transfer_id: int, nonce: bytes) -> CancelOutcome:
         return self._target.answer_cancel(transfer_id, nonce)
 
-    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> None:
-        self._target.answer_open_push(incarnation, grant, process)
+    def answer_open_push(self, incarnation: str, grant: bytes, process: ProcessIdentity) -> bytes:
+        return self._target.answer_open_push(incarnation, grant, process)
 
     def answer_check_push(self, transfer_id: int, nonce: bytes, *, stop: bool) -> PushReport:
         return self._target.answer_check_push(transfer_id, nonce, stop=stop)

@@ -15,8 +15,9 @@ from transformers import Gemma3TextConfig
 
 from kvferry.cluster.config import WorkerConfig
 from kvferry.cluster.config_sources import load_config
-from kvferry.cluster.roles import model_limits, plan_roles, threads_per_rank
+from kvferry.cluster.roles import model_limits, plan_roles, router_settings, threads_per_rank
 from kvferry.core import CheckpointError, ConfigError, ModelLimits, Role
+from kvferry.router import Flow, Schedule
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64}
 
@@ -154,3 +155,20 @@ def test_limits_beyond_the_model_are_refused() -> None:
         model_limits(Path("never read"), LLAMA, 65)
     with pytest.raises(CheckpointError, match="vocab_size must be a positive integer, got 0"):
         model_limits(Path("never read"), {**LLAMA, "vocab_size": 0}, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "schedule", "flow"),
+    [
+        ({}, Schedule.PREFILL_FIRST, Flow.PUSH),
+        ({"router.schedule": "decode_first", "router.flow": "pull"}, Schedule.DECODE_FIRST, Flow.PULL),
+    ],
+)
+def test_the_router_is_told_who_comes_first_and_who_moves_kv(
+    settings: dict[str, str], schedule: Schedule, flow: Flow
+) -> None:
+    config = load_config(flags={"model": "m", **settings}, environ={})
+    told = router_settings(config, Path("never read"), ModelLimits(100, 64), grpc_port=0, http_port=0)
+    assert (told.schedule, told.flow) == (schedule, flow)
+    with pytest.raises(ConfigError, match=r"router\.flow"):
+        load_config(flags={"router.flow": "sideways"}, environ={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -10,15 +11,17 @@ import pytest
 
 from kvferry.core import (
     FinishReason,
+    InternalError,
     InvalidRequestError,
     KVFerryError,
     OverloadedError,
     PeerAddress,
+    SamplingParams,
     WorkerRequest,
     codec,
 )
 from kvferry.proto import generation_pb2 as pb
-from kvferry.router import Flow, Schedule
+from kvferry.router import Flow, Schedule, worker_client
 
 PROMPT = [1, 2, 3, 4, 5]
 TOKENS = 20
@@ -236,3 +239,30 @@ class TestPush:
         tokens, last = await streamed(cluster)
         assert tokens == cluster.script.tokens(len(PROMPT), TOKENS)
         assert last.route.retries == 1
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
+def test_a_connection_that_breaks_under_a_write_is_a_lost_worker(code: grpc.StatusCode) -> None:
+    """gRPC says INTERNAL where the worker dies while a step is being sent; a worker's own errors bring their detail."""
+    empty = grpc.aio.Metadata()
+    lease = SimpleNamespace(worker="decode-0", facts=SimpleNamespace(name="decode-0"))
+    broken = grpc.aio.AioRpcError(code, empty, empty, details="Internal error from Core")
+    assert worker_client._leg_error(lease, broken).lost is True
+    said = grpc.aio.Metadata((codec.ERROR_METADATA_KEY, codec.error_to_wire(InternalError("a bug"), "r")))
+    answered = worker_client._leg_error(lease, grpc.aio.AioRpcError(code, empty, said, details="a bug"))
+    assert (answered.lost, answered.error.message) == (False, "a bug")
+
+
+async def test_a_step_that_is_never_sent_fails_its_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_STEP_TIMEOUT_S", 0.05)
+    cancelled: list[bool] = []
+
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    call = SimpleNamespace(write=never, cancel=lambda: cancelled.append(True))
+    lease: Any = SimpleNamespace(worker="decode-0", facts=SimpleNamespace(name="decode-0"), lost_reason=None)
+    reserved = worker_client.ReservedCall(lease, call, "r")
+    with pytest.raises(worker_client.LegError, match="not taken a step") as caught:
+        await reserved.reserve(WorkerRequest("r", tuple(PROMPT), SamplingParams()))
+    assert (caught.value.lost, cancelled) == (True, [True])

@@ -99,7 +99,7 @@ class LocalControl(ControlClient):
 
     def open_push(
         self, endpoint: str, incarnation: str, grant: bytes, process: ProcessIdentity, timeout_s: float
-    ) -> Future[None]:
+    ) -> Future[bytes]:
         return self._call(endpoint, lambda target: target.answer_open_push(incarnation, grant, process))
 
     def check_push(

@@ -319,6 +319,24 @@ class TestFaults:
         assert load.wait().error is None
         assert moved(prefill, decode, [20, 21], [3, 4])
 
+    def test_destination_that_has_fenced_somebody_is_met_anew(self, push_world: Any, eventually: Eventually) -> None:
+        prefill, decode = timed_pair(push_world, transfer_timeout_s=0.3)
+        other = push_world.worker(Role.PREFILL, "p:2")
+        grant, load = decode.grant(prefill, [3], TokenRange(0, 4))
+        prefill.open_push(grant).part([20], TokenRange(0, 4))
+        assert load.wait().error is None
+        decode.transceiver.connect("p:2")
+        decode.agent.inject(Fault.BLACK_HOLE)
+        handle, _ = other.advertise([5], 4)
+        assert decode.load(handle, [7], TokenRange(0, 4)).wait().error is not None
+        assert decode.transceiver.stats().fences == 1
+        grant, load = decode.grant(prefill, [3, 4], TokenRange(0, 8))
+        push = prefill.open_push(grant)
+        push.part([21, 22], TokenRange(0, 8))
+        assert load.wait().error is None
+        assert moved(prefill, decode, [21, 22], [3, 4])
+        assert prefill.transceiver.stats().fences == 0
+
     def test_error_of_the_backend(self, push_world: Any) -> None:
         prefill, decode = timed_pair(push_world, heartbeat_s=0.1)
         grant, load = decode.grant(prefill, [3], TokenRange(0, 4))

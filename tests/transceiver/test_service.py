@@ -19,7 +19,7 @@ from kvferry.transceiver.base import CancelOutcome
 from kvferry.transceiver.control import PushReport, WriterState
 from kvferry.transceiver.control_client import GrpcControlClient
 from kvferry.transceiver.process_identity import this_process
-from kvferry.transceiver.protocol import open_handle
+from kvferry.transceiver.protocol import agent_digest, open_handle
 
 TIMEOUT_S = 5.0
 
@@ -97,7 +97,8 @@ async def test_open_and_check_of_a_push(push_world: Any) -> None:
         decode.transceiver.answer_handshake(other)
         with pytest.raises(TransferError, match="made for another worker"):
             await outcome(client.open_push(granting, "other", grant, process, TIMEOUT_S))
-        assert await outcome(client.open_push(granting, name, grant, process, TIMEOUT_S)) is None
+        digest = await outcome(client.open_push(granting, name, grant, process, TIMEOUT_S))
+        assert digest == agent_digest(decode.transceiver.local.agent_metadata)
         with pytest.raises(TransferError, match="used already"):
             await outcome(client.open_push(granting, name, grant, process, TIMEOUT_S))
         check = client.check_push(writing, handle.transfer_id, handle.nonce, TIMEOUT_S, stop=True)

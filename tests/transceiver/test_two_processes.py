@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import grpc.aio
 import pytest
-import torch
-from hatchery import hatchery
 from libraries import needs_mooncake
-
-from kvferry.core import (
-    BlockTable,
-    GroupKind,
-    KVLayout,
-    PeerAddress,
-    Resolution,
-    Role,
-    Source,
-    TokenRange,
-    TransferError,
+from transfer_processes import (
+    BLOCKS,
+    DIGEST,
+    LAYOUT,
+    MOONCAKE,
+    NIXL,
+    NIXL_CPP,
+    NIXL_V1,
+    SHM,
+    SHM_CPP,
+    SHM_V1,
+    THIRD_PARTY,
+    UCX,
+    VMREAD,
+    Destination,
+    SourceProcess,
 )
-from kvferry.kvcache import BlockHold, KVPool
+
+from kvferry.core import BlockTable, TokenRange, TransferError
+from kvferry.kvcache import BlockHold
 from kvferry.resolution import default_catalog
-from kvferry.transceiver import LoadResult, Transceiver, add_transceiver_service, create_transceiver, pool_memory
 from kvferry.transceiver.implementation import RuntimeTimes
 
-LAYOUT = KVLayout(GroupKind.FULL, layers=(0, 1, 2, 3), kv_heads=2, head_dim=16)
-NIXL = "NIXL/PYTHON/V2"
-SHM = "SHM/PYTHON/V2"
-VMREAD = "VMREAD/PYTHON/V2"
-NIXL_V1, NIXL_CPP = "NIXL/PYTHON/V1", "NIXL/CPP/V1"
-UCX = "UCX/CPP/V1"
-MOONCAKE = "MOONCAKE/PYTHON/V2"
-SHM_V1, SHM_CPP = "SHM/PYTHON/V1", "SHM/CPP/V1"
 PAIRS = [
     (NIXL, NIXL),
     (NIXL_CPP, NIXL_CPP),
@@ -57,181 +45,6 @@ PAIRS = [
     (VMREAD, VMREAD),
 ]
 """(source, destination), each backend/runtime/manager."""
-DIGEST = bytes(range(32))
-BLOCKS = 64
-THIRD_PARTY = Path(__file__).parents[1] / "support" / "vmread"
-
-
-class SourceProcess:
-    """The other process. Every answer is waited for with a bound by pytest's own timeout."""
-
-    def __init__(
-        self, incarnation: str, port: int = 0, blocks: int = BLOCKS, lease_s: float = 30.0, route: str = NIXL
-    ) -> None:
-        script = Path(__file__).with_name("source_process.py")
-        arguments = [route, incarnation, str(port), str(blocks), str(lease_s)]
-        self.process = hatchery().hatch(script, arguments, {**os.environ, "PYTHONPATH": str(THIRD_PARTY)})
-        self.route = route
-        self.port: int = self._read()["port"]
-
-    @property
-    def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def advertise(self, ids: list[int], stop: int) -> bytes:
-        return bytes.fromhex(self.ask("advertise", ids=ids, stop=stop, digest=DIGEST.hex())["handle"])
-
-    def bytes_of(self, ids: list[int]) -> bytes:
-        return bytes.fromhex(self.ask("bytes", ids=ids)["bytes"])
-
-    def wait_for(self, **wanted: int) -> None:
-        deadline_s = time.monotonic() + 10
-        while (stats := self.ask("stats")) != {**stats, **wanted}:
-            assert time.monotonic() < deadline_s, f"{stats} never became {wanted}"
-            time.sleep(0.01)
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait(10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
-
-    def _read(self) -> dict[str, Any]:
-        while line := self.process.stdout.readline():
-            if line.startswith("{"):  # UCX may print warnings of its own
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise AssertionError("the source process ended")
-
-
-class Control:
-    """A gRPC server on a loop and thread of its own, as every worker has one."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._server, port = self._call(self._bind())
-        self.endpoint = f"127.0.0.1:{port}"
-
-    def serve(self, transceiver: Transceiver) -> None:
-        add_transceiver_service(self._server, transceiver)
-        self._call(self._server.start())
-
-    def close(self) -> None:
-        self._call(self._server.stop(None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _bind(self) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server()
-        return server, server.add_insecure_port("127.0.0.1:0")
-
-    def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
-
-
-class Destination:
-    """This process's side."""
-
-    def __init__(self, transfer_timeout_ms: int = 10_000, blocks: int = BLOCKS, route: str = NIXL) -> None:
-        backend, runtime, manager = route.split("/")
-        resolution = Resolution("LlamaForCausalLM", backend, runtime, Source.USER, manager, Source.USER, "test")
-        self.memory = pool_memory(resolution)
-        take = self.memory.allocate if self.memory else lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
-        buffer, generations = take(blocks * LAYOUT.slot_nbytes), take(8 * blocks).view(torch.int64)
-        self.pool = KVPool(LAYOUT, blocks, buffer, buffer.view(torch.int32), generations)
-        self.control = Control()
-        self.transceiver: Transceiver = create_transceiver(
-            resolution=resolution,
-            worker="decode-0",
-            role=Role.DECODE,
-            incarnation="decode-life-1",
-            model_fingerprint="model",
-            pools=[self.pool],
-            endpoint=self.control.endpoint,
-            transfer_timeout_ms=transfer_timeout_ms,
-            memory=self.memory,
-        )
-        self.control.serve(self.transceiver)
-
-    def grant(self, writer: SourceProcess, ids: list[int], stop: int) -> Push:
-        side = self.transceiver.push_side
-        assert side is not None
-        push = Push(writer, threading.Event(), [])
-
-        def on_done(result: LoadResult) -> None:
-            push.results.append(result)
-            push.done.set()
-
-        address = PeerAddress(writer.endpoint, "prefill-life-1")
-        push.load_id, grant = side.grant(address, DIGEST, [BlockTable(tuple(ids), ())], TokenRange(0, stop), on_done)
-        push.push_id = writer.ask("open_push", grant=grant.hex(), digest=DIGEST.hex())["push_id"]
-        return push
-
-    def quiet_within(self, load_id: int, seconds: float) -> bool:
-        quiet = threading.Event()
-        self.transceiver.when_quiet(load_id, quiet.set)
-        return quiet.wait(seconds)
-
-    def start(self, handle: bytes, ids: list[int], tokens: TokenRange) -> tuple[threading.Event, list[LoadResult]]:
-        done, results = threading.Event(), []
-
-        def on_done(result: LoadResult) -> None:
-            results.append(result)
-            done.set()
-
-        self.transceiver.load(handle, DIGEST, [BlockTable(tuple(ids), ())], tokens, on_done)
-        return done, results
-
-    def load(self, handle: bytes, ids: list[int], tokens: TokenRange) -> LoadResult:
-        done, results = self.start(handle, ids, tokens)
-        assert done.wait(30), "the load never ended"
-        return results[0]
-
-    def close(self) -> None:
-        self.transceiver.close()
-        self.control.close()
-        if self.memory is not None:
-            self.memory.close()
-
-    def bytes_of(self, ids: list[int]) -> bytes:
-        rows: bytes = self.pool.buffer.view(self.pool.num_blocks, -1)[ids].numpy().tobytes()
-        return rows
-
-
-@dataclass
-class Push:
-    """What a source writes here."""
-
-    writer: SourceProcess
-    done: threading.Event
-    results: list[LoadResult]
-    load_id: int = 0
-    push_id: int = 0
-
-    def part(self, ids: list[int], start: int, stop: int, wait_s: float = 10.0) -> bool:
-        """Whether it has been written, or given up, in time."""
-        answer = self.writer.ask("push", push_id=self.push_id, ids=ids, start=start, stop=stop, wait_s=wait_s)
-        return bool(answer["released"])
-
-    def result(self) -> LoadResult:
-        assert self.done.wait(30), "the push never ended"
-        return self.results[0]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
@@ -406,99 +219,6 @@ def test_a_stopped_source_is_read_all_the_same_over_shared_memory() -> None:
         assert destination.bytes_of([0, 1]) == expected
         source.signal(signal.SIGCONT)
         source.wait_for(open_holds=0, handed_off=1)
-    finally:
-        source.close()
-        destination.close()
-
-
-PUSH_ROUTES = [
-    (NIXL, NIXL),
-    (NIXL_CPP, NIXL_CPP),
-    (NIXL_V1, NIXL_CPP),
-    (NIXL_CPP, NIXL_V1),
-    (UCX, UCX),
-    (SHM, SHM),
-    (SHM_CPP, SHM_CPP),
-    (SHM_V1, SHM_CPP),
-    (SHM_CPP, SHM_V1),
-    (VMREAD, VMREAD),
-]
-
-
-@pytest.fixture(params=PUSH_ROUTES, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
-def ends(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[SourceProcess, Destination]]:
-    monkeypatch.syspath_prepend(THIRD_PARTY)
-    default_catalog.cache_clear()
-    source, destination = SourceProcess("prefill-life-1", route=request.param[0]), Destination(route=request.param[1])
-    yield source, destination
-    source.close()
-    destination.close()
-    default_catalog.cache_clear()
-
-
-class TestPushes:
-    def test_every_byte_is_written(self, ends: tuple[SourceProcess, Destination]) -> None:
-        source, destination = ends
-        ids, local = [3, 4, 5, 17, 9], [40, 41, 42, 2, 63]
-        push = destination.grant(source, local, 80)
-        for start, stop in ((0, 32), (32, 37), (37, 80)):
-            assert not push.done.is_set()
-            assert push.part(ids, start, stop)
-        result = push.result()
-        assert (result.error, result.nbytes) == (None, 80 * LAYOUT.token_nbytes)
-        assert destination.bytes_of(local) == source.bytes_of(ids)
-        rest = [block for block in range(BLOCKS) if block not in local]
-        assert not any(destination.bytes_of(rest))
-        source.wait_for(handed_off=1)
-
-    def test_a_writer_killed_between_parts(self, ends: tuple[SourceProcess, Destination]) -> None:
-        """Its pages are quiet once its death is proven: nobody has said that they are."""
-        source, destination = ends
-        push = destination.grant(source, [40, 41], 32)
-        assert push.part([3, 4], 0, 16)
-        source.signal(signal.SIGKILL)
-        source.process.wait(10)
-        result = push.result()
-        assert (result.error, result.in_doubt) == ("the writer's process has ended", False)
-        assert destination.transceiver.stats().fences == 1
-
-    def test_a_stopped_writer_keeps_its_pages(self, ends: tuple[SourceProcess, Destination]) -> None:
-        source, destination = ends
-        push = destination.grant(source, [40, 41], 32)
-        assert push.part([3, 4], 0, 16)
-        source.signal(signal.SIGSTOP)
-        destination.transceiver.cancel_load(push.load_id)
-        assert push.result().in_doubt is True
-        assert not destination.quiet_within(push.load_id, 1.5)
-        source.signal(signal.SIGCONT)
-        assert destination.quiet_within(push.load_id, 10)
-        before = destination.bytes_of([41])
-        assert push.part([3, 4], 16, 32)  # released, and not written
-        assert destination.bytes_of([41]) == before
-
-
-@pytest.mark.parametrize("route", [NIXL, UCX])
-def test_a_stopped_writer_over_tcp_writes_nothing_once_its_pages_are_quiet(
-    monkeypatch: pytest.MonkeyPatch, route: str
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    source = SourceProcess("prefill-life-1", route=route)
-    destination = Destination(transfer_timeout_ms=1000, route=route)
-    try:
-        ids = list(range(BLOCKS))
-        push = destination.grant(source, ids, BLOCKS * 16)
-        assert push.part(ids, 0, 16)
-        source.ask("push", push_id=push.push_id, ids=ids, start=16, stop=BLOCKS * 16, wait_s=0)
-        source.signal(signal.SIGSTOP)
-        destination.transceiver.cancel_load(push.load_id)
-        result = push.result()
-        source.signal(signal.SIGCONT)
-        assert not result.in_doubt or destination.quiet_within(push.load_id, 20)
-        destination.pool.buffer.zero_()
-        time.sleep(1.0)
-        assert not destination.pool.buffer.any()
     finally:
         source.close()
         destination.close()
