@@ -1,7 +1,7 @@
 """What this machine could do at best: reading memory, and multiplying in fp32.
 
-Measured in a process of its own, on the cores and threads of the run it belongs to. Each is the best of many tries:
-a bound is what nothing can pass.
+Each is the best of many tries: a bound is what nothing can pass. `measure_bounds` measures in a process of its own, on
+the cores and threads of the run it belongs to.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from kvferry.bench.child import JSONChild
+from kvferry.engine.linear import PRECISIONS
+from kvferry.engine.weight_memory import WeightMemory
 
 READ_NBYTES = 512 << 20
 MATRIX = 1024
 TRIES_S = 1.5
 _PATIENCE_S = 120.0
-
-WEIGHT_NBYTES = {"fp32": 4.0, "int8": 34 / 32}
-"""Bytes per weight; int8 with one two-byte scale for each 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def prefill_bound_s(size: ModelSize, bounds: Bounds, tokens: int) -> float:
 
 def decode_bound_s(size: ModelSize, bounds: Bounds, batch: int, context: int, precision: str) -> float:
     """Every weight is read once, and every sequence's cache; in fp32 the multiplications may take longer than that."""
-    nbytes = size.weights * WEIGHT_NBYTES[precision] + batch * context * size.kv_nbytes_per_token
+    nbytes = size.weights * PRECISIONS.get(precision).nbytes_per_weight + batch * context * size.kv_nbytes_per_token
     reading = nbytes / (bounds.read_gbytes_per_s * 1e9)
     if precision != "fp32":
         return reading
@@ -86,28 +87,43 @@ def best(first: Bounds, second: Bounds) -> Bounds:
     return Bounds(max(first.read_gbytes_per_s, second.read_gbytes_per_s), max(first.fp32_gflops, second.fp32_gflops))
 
 
-def _measure(threads: int) -> Bounds:
-    import torch
-
-    from kvferry.engine.weight_memory import WeightMemory
-
-    torch.set_num_threads(threads)
-    memory = WeightMemory().take(READ_NBYTES).view(torch.float32).zero_()  # huge pages, as weights have
-    matrix = torch.ones(MATRIX, MATRIX)
-    return Bounds(
-        read_gbytes_per_s=READ_NBYTES / _fastest(memory.sum) / 1e9,
-        fp32_gflops=2 * MATRIX**3 / _fastest(lambda: matrix @ matrix) / 1e9,
-    )
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading memory far larger than any cache, in huge pages on the CPU, as weights have."""
+    if device.type == "cpu":
+        memory = WeightMemory().take(READ_NBYTES)
+    else:
+        memory = torch.empty(READ_NBYTES, dtype=torch.uint8, device=device)
+    return READ_NBYTES / _fastest(memory.view(torch.float32).zero_().sum, device)
 
 
-def _fastest(action: Callable[[], object]) -> float:
+def arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a square matrix product."""
+    matrix = torch.ones(MATRIX, MATRIX, device=device, dtype=dtype)
+    return 2 * MATRIX**3 / _fastest(lambda: matrix @ matrix, device)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fastest(action: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
     until = time.perf_counter() + TRIES_S
     while not times or time.perf_counter() < until:
+        wait(device)
         started = time.perf_counter()
         action()
+        wait(device)
         times.append(time.perf_counter() - started)
     return min(times)
+
+
+def _measure(threads: int) -> Bounds:
+    torch.set_num_threads(threads)
+    cpu = torch.device("cpu")
+    return Bounds(bandwidth(cpu) / 1e9, arithmetic(cpu, torch.float32) / 1e9)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

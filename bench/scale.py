@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.bench.bounds import arithmetic, bandwidth, wait
 from kvferry.bench.floor import TOKENS_PER_BLOCK, machine
 from kvferry.engine import KV_DTYPES
 from kvferry.engine.attention import PagedAttention
@@ -32,8 +33,6 @@ from kvferry.models import ForwardBatch, Linear, load_model, progress_bar, resol
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048, 8192)
 PROMPTS = (128, 512, 2048)
-_PROBE_NBYTES = 256 << 20
-_PROBE_SIDE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class ScaledModel:
 
         def run() -> None:
             self.model.forward(ForwardBatch(ids, positions, rows, PagedAttention(pools, chunks)))
-            _wait(self.device)
+            wait(self.device)
 
         return run
 
@@ -110,7 +109,8 @@ class ScaledModel:
 def measure(model_dir: Path, choice: Choice) -> list[ScaleRow]:
     scaled = ScaledModel(model_dir, choice)
     bytes_per_s = bandwidth(scaled.device)
-    flops_per_s = None if choice.precision == "int8" else arithmetic(scaled.device, choice.precision)
+    dtype = PRECISIONS.get(choice.precision).dtype
+    flops_per_s = None if choice.precision == "int8" else arithmetic(scaled.device, dtype)
     longest = scaled.model.limits.max_context_tokens
     rows = []
     for context in (context for context in CONTEXTS if context < longest):
@@ -146,34 +146,6 @@ def _row(step: str, batch: int, context: int, seconds: Sequence[float], bound_s:
         bound_ms=None if bound_s is None else bound_s * 1e3,
         fraction=None if bound_s is None else bound_s / median,
     )
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading memory far larger than any cache, the best of several tries."""
-    data = torch.ones(_PROBE_NBYTES // 4, device=device)
-    return _PROBE_NBYTES / _best(lambda: data.sum(), device)
-
-
-def arithmetic(device: torch.device, precision: str) -> float:
-    """Floating-point operations per second of a square matrix product."""
-    a = torch.ones(_PROBE_SIDE, _PROBE_SIDE, device=device, dtype=PRECISIONS.get(precision).dtype)
-    return 2 * _PROBE_SIDE**3 / _best(lambda: a @ a, device)
-
-
-def _best(run: Callable[[], object], device: torch.device) -> float:
-    times = []
-    for _ in range(8):
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def as_table(rows: Sequence[ScaleRow], choice: Choice) -> Table:

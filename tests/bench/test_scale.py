@@ -20,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scale, "CONTEXTS", (16, 40, 5000))
     monkeypatch.setattr(scale, "PROMPTS", (32, 5000))
     monkeypatch.setattr(scale, "bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(scale, "arithmetic", lambda device, precision: 1e10)
+    monkeypatch.setattr(scale, "arithmetic", lambda device, dtype: 1e10)
     yield
     torch.set_num_threads(threads)
 
