@@ -138,29 +138,104 @@ void quantise_row(const Int8Args& args, int row, int tile, int height) {
 
 // -- a tile ------------------------------------------------------------------------------------------------
 
-// Exact sums of one group: kRows rows by kStrip outputs.
+// A row's results of a panel.
+using Totals = Vec[kPanel / kLanes];
+
+// Exact sums of one group: kRows rows by the outputs of a strip.
+#if defined(__AVX2__) && KVFERRY_LANES == 8
+// Six rows leave no register to spare. An array of sums would be kept in memory, and so would what a compiler takes out
+// of a product and its sum: every sum has a name, and a row's share of a part is one instruction to the compiler.
 template <int kRows>
-inline void strip_sums(const std::int8_t* weights, const std::int8_t* quads, std::ptrdiff_t ahead,
-                       IntVec (&sums)[kRows][kStripVecs]) {
+struct StripSums {
+  IntVec low, high;  // of the last row
+  StripSums<kRows - 1> others;
+
+  __attribute__((always_inline)) void start(const RowGroup* rows) {
+    low = high = repeat(rows[kRows - 1].start);
+    others.start(rows);
+  }
+  template <int kPart>
+  __attribute__((always_inline)) void add(IntVec low_weights, IntVec high_weights, const std::int8_t* quads) {
+    IntVec x, product;
+    asm("vpbroadcastd %[from], %[x]\n\t"
+        "vpmaddwd %[x], %[low_weights], %[product]\n\t"
+        "vpmaddwd %[x], %[high_weights], %[x]\n\t"
+        "vpaddd %[product], %[low], %[low]\n\t"
+        "vpaddd %[x], %[high], %[high]"
+        : [low] "+x"(low), [high] "+x"(high), [x] "=&x"(x), [product] "=&x"(product)
+        : [low_weights] "x"(low_weights), [high_weights] "x"(high_weights),
+          [from] "m"(*reinterpret_cast<const std::int32_t*>(quads + (kRows - 1) * kQuadNbytes + kPart * 4)));
+    others.template add<kPart>(low_weights, high_weights, quads);
+  }
+  template <int kPart>
+  __attribute__((always_inline)) void add(const std::int8_t* weights, const std::int8_t* quads) {
+    add<kPart>(weights_part<kPart>(weights), weights_part<kPart>(weights + 4 * kLanes), quads);
+  }
+  __attribute__((always_inline)) void scale_into(Totals* totals, int place, Vec low_scales, Vec high_scales,
+                                                 const RowGroup* rows) {
+    totals[kRows - 1][place] += __builtin_convertvector(low, Vec) * low_scales * rows[kRows - 1].scale;
+    totals[kRows - 1][place + 1] += __builtin_convertvector(high, Vec) * high_scales * rows[kRows - 1].scale;
+    others.scale_into(totals, place, low_scales, high_scales, rows);
+  }
+  __attribute__((always_inline)) void scale_into(Totals* totals, int place, const BFloat16* scales,
+                                                 const RowGroup* rows) {
+    scale_into(totals, place, load(scales), load(scales + kLanes), rows);
+  }
+};
+
+template <>
+struct StripSums<0> {
+  void start(const RowGroup*) {}
+  template <int kPart>
+  void add(IntVec, IntVec, const std::int8_t*) {}
+  void scale_into(Totals*, int, Vec, Vec, const RowGroup*) {}
+};
+#else
+template <int kRows>
+struct StripSums {
+  IntVec sums[kRows][kStripVecs];
+
+  void start(const RowGroup* rows) {
+    for (int row = 0; row < kRows; ++row)
+      for (int vec = 0; vec < kStripVecs; ++vec) sums[row][vec] = repeat(rows[row].start);
+  }
+  template <int kPart>
+  void add(const std::int8_t* weights, const std::int8_t* quads) {
+    IntVec w[kStripVecs];
+#pragma GCC unroll 4
+    for (int vec = 0; vec < kStripVecs; ++vec) w[vec] = weights_part<kPart>(weights + vec * 4 * kLanes);
+#pragma GCC unroll 16
+    for (int row = 0; row < kRows; ++row) {
+      std::int32_t bits;
+      std::memcpy(&bits, quads + row * kQuadNbytes + kPart * 4, sizeof bits);
+      const IntVec x = in_order(repeat(bits));
+#pragma GCC unroll 4
+      for (int vec = 0; vec < kStripVecs; ++vec) sums[row][vec] = in_order(add_products(sums[row][vec], w[vec], x));
+    }
+  }
+  void scale_into(Totals* totals, int place, const BFloat16* scales, const RowGroup* rows) {
+#pragma GCC unroll 4
+    for (int vec = 0; vec < kStripVecs; ++vec) {
+      const Vec scale = load(scales + vec * kLanes);
+#pragma GCC unroll 16
+      for (int row = 0; row < kRows; ++row)
+        totals[row][place + vec] += __builtin_convertvector(sums[row][vec], Vec) * scale * rows[row].scale;
+    }
+  }
+};
+#endif
+
+template <int kRows>
+inline void add_strip(const std::int8_t* weights, const BFloat16* scales, const std::int8_t* quads,
+                      const RowGroup* rows, std::ptrdiff_t ahead, Totals* totals, int place) {
+  StripSums<kRows> sums;
+  sums.start(rows);
   for (int quad = 0; quad < kQuads; ++quad, weights += 4 * kStrip, quads += kRows * kQuadNbytes) {
     __builtin_prefetch(weights + ahead);
-    const auto part = [&]<int kPart>() {
-      IntVec w[kStripVecs];
-#pragma GCC unroll 4
-      for (int vec = 0; vec < kStripVecs; ++vec) w[vec] = weights_part<kPart>(weights + vec * 4 * kLanes);
-#pragma GCC unroll 16
-      for (int row = 0; row < kRows; ++row) {
-        std::int32_t bits;
-        std::memcpy(&bits, quads + row * kQuadNbytes + kPart * 4, sizeof bits);
-        const IntVec x = in_order(repeat(bits));
-#pragma GCC unroll 4
-        for (int vec = 0; vec < kStripVecs; ++vec)
-          sums[row][vec] = in_order(add_products(sums[row][vec], w[vec], x));
-      }
-    };
-    part.template operator()<0>();
-    if constexpr (kParts == 2) part.template operator()<1>();
+    sums.template add<0>(weights, quads);
+    if constexpr (kParts == 2) sums.template add<1>(weights, quads);
   }
+  sums.scale_into(totals, place, scales, rows);
 }
 
 inline void write_row(const Int8Args& args, int row, int panel, const Vec* sums) {
@@ -186,25 +261,15 @@ void int8_tile(const Int8Args& args, int first_row, int panel, std::ptrdiff_t ah
   const int groups = groups_of(args.columns);
   const Quantised x(args, first_row);
   const std::int8_t* block = args.packed + static_cast<std::ptrdiff_t>(panel) * groups * kGroupNbytes;
-  Vec totals[kRows][kPanel / kLanes] = {};
+  Totals totals[kRows] = {};
   for (int group = 0; group < groups; ++group, block += kGroupNbytes) {
     const std::int8_t* quads = x.quads + static_cast<std::ptrdiff_t>(group) * kQuads * kRows * kQuadNbytes;
     const RowGroup* rows = x.scales + static_cast<std::ptrdiff_t>(group) * kRows;
     __builtin_prefetch(block + ahead);
-    for (int strip = 0; strip < kPanel / kStrip; ++strip) {
-      IntVec sums[kRows][kStripVecs];
-      for (int row = 0; row < kRows; ++row)
-        for (int vec = 0; vec < kStripVecs; ++vec) sums[row][vec] = repeat(rows[row].start);
-      strip_sums<kRows>(block + kScaleNbytes + strip * kGroup * kStrip, quads, ahead, sums);
-#pragma GCC unroll 4
-      for (int vec = 0; vec < kStripVecs; ++vec) {
-        const int place = strip * kStripVecs + vec;
-        const Vec scale = load(reinterpret_cast<const BFloat16*>(block) + place * kLanes);
-#pragma GCC unroll 16
-        for (int row = 0; row < kRows; ++row)
-          totals[row][place] += __builtin_convertvector(sums[row][vec], Vec) * scale * rows[row].scale;
-      }
-    }
+    for (int strip = 0; strip < kPanel / kStrip; ++strip)
+      add_strip<kRows>(block + kScaleNbytes + strip * kGroup * kStrip,
+                       reinterpret_cast<const BFloat16*>(block) + strip * kStrip, quads, rows, ahead, totals,
+                       strip * kStripVecs);
   }
   for (int row = 0; row < kRows; ++row) write_row(args, first_row + row, panel, totals[row]);
 }
