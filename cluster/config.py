@@ -120,6 +120,10 @@ class EngineConfig(Section):
         default="auto", description="auto: the compiled CPU kernels if they can be loaded, else torch's"
     )
     threads: int | None = Field(default=None, ge=1, description="compute threads of one rank; null: cores / ranks")
+    pin_threads: bool = Field(
+        default=False,
+        description="each rank computes on cores of its own; for machines this cluster has to itself",
+    )
     tensor_parallel: int = Field(default=1, ge=1, le=64, description="ranks, a process each, that share every layer")
     pipeline_parallel: int = Field(default=1, ge=1, le=64, description="groups of such ranks, with some layers each")
     max_batch: int = Field(default=64, ge=1, description="sequences computed in one step")

@@ -158,24 +158,28 @@ def stop(state_dir: Path, state: ClusterState) -> list[str]:
 
 def worker_specs(blueprint: Blueprint, router_endpoint: str, logs: Path) -> list[WorkerSpec]:
     config, total = blueprint.config, sum(plan.count * plan.ranks for plan in blueprint.plans)
-    return [
-        WorkerSpec(
-            name=name,
-            role=plan.role,
-            model_dir=str(blueprint.model_dir),
-            model_name=blueprint.model_name,
-            config=plan.config,
-            threads=threads_per_rank(plan.config, total),
-            host=config.worker_host,
-            router_endpoint=router_endpoint,
-            log_dir=str(logs),
-            log_level=config.log_level,
-            cluster_id=blueprint.cluster_id,
-            environ=tuple(backend_environ().items()),
-        )
-        for plan in blueprint.plans
-        for name in plan.names
-    ]
+    specs, first_core = [], 0
+    for plan in blueprint.plans:
+        threads = threads_per_rank(plan.config, total)
+        for name in plan.names:
+            spec = WorkerSpec(
+                name=name,
+                role=plan.role,
+                model_dir=str(blueprint.model_dir),
+                model_name=blueprint.model_name,
+                config=plan.config,
+                threads=threads,
+                host=config.worker_host,
+                router_endpoint=router_endpoint,
+                log_dir=str(logs),
+                log_level=config.log_level,
+                cluster_id=blueprint.cluster_id,
+                environ=tuple(backend_environ().items()),
+                first_core=first_core,
+            )
+            specs.append(spec)
+            first_core += threads * plan.ranks
+    return specs
 
 
 def _check_not_running(state_dir: Path) -> None:

@@ -23,14 +23,16 @@ from kvferry.transceiver.memory import available_nbytes
 from kvferry.transceiver.wire_format import WireFormat, wire_layouts
 
 
-def engine_settings(config: WorkerConfig, threads: int | None) -> EngineSettings:
-    """What a worker's engine is told. Raises ConfigError naming the setting."""
+def engine_settings(config: WorkerConfig, threads: int | None, first_core: int = 0) -> EngineSettings:
+    """What a worker's engine is told. first_core: where its cores begin, if it is to keep to some. Raises ConfigError
+    naming the setting."""
     engine, cache = config.engine, config.kv_cache
     return EngineSettings(
         device=engine.device,
         precision=engine.precision,
         kernels=engine.kernels,
         threads=threads,
+        first_core=first_core if engine.pin_threads else None,
         kv_dtype=KV_DTYPES[cache.dtype],
         tokens_per_block=cache.tokens_per_block,
         max_batch=engine.max_batch,

@@ -32,7 +32,8 @@ _BACKEND_VARIABLES = "KVFERRY_USE_"
 class WorkerSpec:
     """All that a worker process needs to know. Picklable: it travels to the worker once, at its start.
 
-    port: of its gRPC server on `host`; 0: any free one.
+    port: of its gRPC server on `host`; 0: any free one. first_core: how many compute threads of other workers come
+    before its own, where threads are bound to cores.
     """
 
     name: str
@@ -48,6 +49,7 @@ class WorkerSpec:
     cluster_id: str
     environ: tuple[tuple[str, str], ...] = ()
     port: int = 0
+    first_core: int = 0
 
 
 @dataclass(frozen=True, slots=True)

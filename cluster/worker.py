@@ -75,7 +75,7 @@ def load_worker(spec: WorkerSpec) -> LoadedWorker:
     for warning in resolution.warnings:
         logger.warning("%s", warning)
     check_worker_settings(spec.config)
-    settings = engine_settings(spec.config, spec.threads)
+    settings = engine_settings(spec.config, spec.threads, spec.first_core)
     check_ranks(settings, resolution, WireFormat(spec.config.transceiver.wire_format))
     runner = ModelRunner.load(model_dir, settings, _rank_command(spec, resolution))
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from kvferry.core import ConfigError, DType, KVFerryError
+from kvferry.engine.pinning import pin_this_thread
 from kvferry.engine.rank_group import RankGroup
 from kvferry.engine.rank_leader import STEP_TIMEOUT_S, rank_device, rank_layouts, shard_of_rank
 from kvferry.engine.rank_pipe import Message, ParentPipe
@@ -52,6 +53,8 @@ class Follower:
 
     def follow(self) -> None:
         """Until rank 0 is gone or says the end. Raises RankLostError when the ranks lose touch."""
+        threads, first = torch.get_num_threads(), self.settings.first_core
+        pin_this_thread(None if first is None else first + self.rank * threads, threads)
         pages = Pages(self.pools, debug=False)
         while True:
             message = decode_message(self.group.listen())

@@ -15,6 +15,7 @@ from kvferry.core import ConfigError, KVLayout, ModelLimits
 from kvferry.engine.kernels import Kernels
 from kvferry.engine.linear import PRECISIONS
 from kvferry.engine.operators import operators_for
+from kvferry.engine.pinning import pin_this_thread
 from kvferry.engine.rank_group import RankGroup
 from kvferry.engine.rank_leader import RankCommand, RankLeader, rank_device, shard_of_rank
 from kvferry.engine.rank_pipe import Message
@@ -113,6 +114,10 @@ class ModelRunner:
             torch.get_num_threads(),
         )
         return runner
+
+    def pin(self) -> None:
+        """Call on the thread that computes, before its first step: binds it and its helpers as the settings say."""
+        pin_this_thread(self.settings.first_core, torch.get_num_threads())
 
     @property
     def page_log(self) -> PageLog | None:

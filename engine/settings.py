@@ -18,7 +18,9 @@ class EngineSettings:
 
     precision: what the linears compute in. kv_dtype: what K and V are kept in.
     kernels: auto, native or torch (see `Kernels`).
-    threads: compute threads of one rank of this worker (None: all cores this process may use).
+    threads: compute threads of one rank of this worker (None: all cores this process may use). first_core: the first
+    rank's threads are bound to so many cores from this place among those it may use, the next rank's to the following
+    ones (None: not bound).
     tensor_parallel, pipeline_parallel: the worker's ranks, a process each, are as many as their product.
     max_batch: sequences computed in one step. step_token_budget: most tokens of one step; the budget in force
     shrinks below it so that a step stays under max_step_ms, since cancels and new streams wait for a step's end.
@@ -32,6 +34,7 @@ class EngineSettings:
     precision: str = "fp32"
     kernels: str = "auto"
     threads: int | None = None
+    first_core: int | None = None
     kv_dtype: DType = DType.FLOAT32
     tokens_per_block: int = 16
     max_batch: int = 64

@@ -43,6 +43,7 @@ class EngineHost:
     def start(self, scheduler: BatchScheduler[Any]) -> None:
         """Call on the running loop of the gRPC server."""
         self._scheduler = scheduler
+        self.thread.post(scheduler.runner.pin)
         self.thread.start(scheduler, asyncio.get_running_loop())
 
     def drain(self) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.cluster import preflight
 from kvferry.cluster.config_sources import load_config
-from kvferry.cluster.launch import draw_up
+from kvferry.cluster.launch import draw_up, worker_specs
 from kvferry.core import ConfigError
 
 WEIGHTS = "model.safetensors"
@@ -45,6 +45,31 @@ def test_a_good_checkpoint_passes(model_dir: Path, tmp_path: Path) -> None:
     blueprint = draw_up(config, lambda message: None)
     assert blueprint.worker_names == ["prefill-0", "decode-0"]
     assert not (tmp_path / "state").exists()
+
+
+def test_workers_are_given_cores_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
+    flags = {
+        "model": str(model_dir),
+        "state_dir": str(tmp_path / "state"),
+        "prefill.count": 2,
+        "prefill.engine.threads": 3,
+        "decode.engine.threads": 2,
+        "engine.pin_threads": True,
+    }
+    blueprint = draw_up(load_config(flags=flags, environ={}), lambda message: None)
+    specs = worker_specs(blueprint, "127.0.0.1:1", tmp_path)
+    assert [(spec.name, spec.threads, spec.first_core) for spec in specs] == [
+        ("prefill-0", 3, 0),
+        ("prefill-1", 3, 3),
+        ("decode-0", 2, 6),
+    ]
+    assert preflight.engine_settings(specs[2].config, 2, specs[2].first_core).first_core == 6
+
+
+def test_threads_run_anywhere_by_default(model_dir: Path, tmp_path: Path) -> None:
+    config = load_config(flags={"model": str(model_dir), "state_dir": str(tmp_path / "state")}, environ={})
+    spec = worker_specs(draw_up(config, lambda message: None), "127.0.0.1:1", tmp_path)[1]
+    assert preflight.engine_settings(spec.config, 1, spec.first_core).first_core is None
 
 
 @pytest.mark.parametrize("file", ["config.json", WEIGHTS, "tokenizer.json"])
