@@ -16,7 +16,7 @@ DEPS_STAMP := .venv/.dependencies-stamp
 STAMP := .venv/.setup-stamp
 TYPES_STAMP := build/types/.stamp
 
-.PHONY: help setup types lint format typecheck pytest test test-slow fuzz demo bench bench-peers sanitize lock clean
+.PHONY: help setup types lint format typecheck pytest test test-slow fuzz demo bench bench-peers bench-beside sanitize lock clean
 help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
@@ -25,6 +25,7 @@ help:
 	@echo 'make fuzz    many more random histories of the KV cache managers; takes an hour'
 	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
 	@echo 'make bench-peers   llama.cpp and vLLM into .venv-peers, for kvferry bench compare | serve | interference'
+	@echo 'make bench-beside  those three, short, into docs/performance.md'
 	@echo 'make sanitize   the C++ transfer engine under load, with sanitizers'
 	@echo 'make lint | format | types | lock | clean'
 
@@ -109,6 +110,13 @@ bench: setup
 
 bench-peers: setup
 	@$(BIN)/python -P -m kvferry.bench.peers.install .venv-peers
+
+# Into the page: about 25 minutes on two quiet cores. One that fails leaves its figures as they were.
+bench-beside: setup
+	-@$(BIN)/kvferry bench compare --quick --precision fp32,int8 --out docs/measured
+	-@$(BIN)/kvferry bench serve --quick --out docs/measured
+	-@$(BIN)/kvferry bench interference --quick --out docs/measured
+	@$(BIN)/python -P -m kvferry.bench.performance_page docs/performance.md
 
 # The C++ transfer engine under load, built with ThreadSanitizer, then with the address and undefined-behaviour ones.
 ENGINE_SOURCES := $(addprefix transceiver/native/,engine.cpp faulty_backend.cpp memory_backend.cpp)
