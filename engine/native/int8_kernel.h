@@ -17,6 +17,7 @@ using kvferry::native::Int8Args;
 using kvferry::native::kGroupNbytes;
 using kvferry::native::kPanel;
 using kvferry::native::kScaleNbytes;
+using kvferry::native::kSharingTiles;
 using kvferry::native::kStrip;
 
 constexpr int kQuads = kGroup / 4;             // columns are taken four at a time
@@ -225,13 +226,24 @@ struct StripSums {
 };
 #endif
 
+// Weights on their way into the cache, some for every line of the panel that is computed with.
+struct Stream {
+  const std::int8_t* next;
+  std::ptrdiff_t step;
+
+  void fetch() {
+    __builtin_prefetch(next);
+    next += step;
+  }
+};
+
 template <int kRows>
 inline void add_strip(const std::int8_t* weights, const BFloat16* scales, const std::int8_t* quads,
-                      const RowGroup* rows, std::ptrdiff_t ahead, Totals* totals, int place) {
+                      const RowGroup* rows, Stream& stream, Totals* totals, int place) {
   StripSums<kRows> sums;
   sums.start(rows);
   for (int quad = 0; quad < kQuads; ++quad, weights += 4 * kStrip, quads += kRows * kQuadNbytes) {
-    __builtin_prefetch(weights + ahead);
+    stream.fetch();
     sums.template add<0>(weights, quads);
     if constexpr (kParts == 2) sums.template add<1>(weights, quads);
   }
@@ -255,9 +267,9 @@ inline void write_row(const Int8Args& args, int row, int panel, const Vec* sums)
   }
 }
 
-// kRows rows from first_row on, by one panel. ahead: how far ahead of use weights are fetched, in bytes.
+// kRows rows from first_row on, by one panel.
 template <int kRows>
-void int8_tile(const Int8Args& args, int first_row, int panel, std::ptrdiff_t ahead) {
+void int8_tile(const Int8Args& args, int first_row, int panel, Stream stream) {
   const int groups = groups_of(args.columns);
   const Quantised x(args, first_row);
   const std::int8_t* block = args.packed + static_cast<std::ptrdiff_t>(panel) * groups * kGroupNbytes;
@@ -265,33 +277,41 @@ void int8_tile(const Int8Args& args, int first_row, int panel, std::ptrdiff_t ah
   for (int group = 0; group < groups; ++group, block += kGroupNbytes) {
     const std::int8_t* quads = x.quads + static_cast<std::ptrdiff_t>(group) * kQuads * kRows * kQuadNbytes;
     const RowGroup* rows = x.scales + static_cast<std::ptrdiff_t>(group) * kRows;
-    __builtin_prefetch(block + ahead);
+    stream.fetch();
     for (int strip = 0; strip < kPanel / kStrip; ++strip)
       add_strip<kRows>(block + kScaleNbytes + strip * kGroup * kStrip,
-                       reinterpret_cast<const BFloat16*>(block) + strip * kStrip, quads, rows, ahead, totals,
+                       reinterpret_cast<const BFloat16*>(block) + strip * kStrip, quads, rows, stream, totals,
                        strip * kStripVecs);
   }
   for (int row = 0; row < kRows; ++row) write_row(args, first_row + row, panel, totals[row]);
 }
 
 template <int kRows = kInt8TileRows>
-inline void int8_tile_of(const Int8Args& args, int rows, int first_row, int panel, std::ptrdiff_t ahead) {
+inline void int8_tile_of(const Int8Args& args, int rows, int first_row, int panel, Stream stream) {
   if (rows == kRows)
-    int8_tile<kRows>(args, first_row, panel, ahead);
+    int8_tile<kRows>(args, first_row, panel, stream);
   else if constexpr (kRows > 1)
-    int8_tile_of<kRows - 1>(args, rows, first_row, panel, ahead);
+    int8_tile_of<kRows - 1>(args, rows, first_row, panel, stream);
+}
+
+// What the tile `left` tiles before the last one of `tiles` fetches.
+inline Stream stream_of(const std::int8_t* panel, std::ptrdiff_t panel_nbytes, int tiles, int left) {
+  constexpr std::ptrdiff_t kLine = 64, kPage = 4096;  // a page is where the hardware's own streams end
+  if (tiles == 1) return {panel + kPage, kLine};
+  const int sharing = tiles <= kSharingTiles ? tiles : 1;
+  if (left >= sharing) return {panel, kLine};
+  return {panel + panel_nbytes + panel_nbytes / sharing * (sharing - 1 - left), (kLine + sharing - 1) / sharing};
 }
 
 // Tiles [first_tile, last_tile) of panels [first_panel, last_panel).
 void linear_int8(const Int8Args& args, int first_tile, int last_tile, int first_panel, int last_panel) {
-  constexpr std::ptrdiff_t kPage = 4096;  // which is where the hardware's own streams end
   const std::ptrdiff_t panel_nbytes = static_cast<std::ptrdiff_t>(groups_of(args.columns)) * kGroupNbytes;
   for (int panel = first_panel; panel < last_panel; ++panel)
     for (int tile = first_tile; tile < last_tile; ++tile) {
       const int row = first_row_of(tile, args.rows, kInt8TileRows);
-      const bool last = tile + 1 == last_tile;
-      const std::ptrdiff_t ahead = last_tile - first_tile == 1 ? kPage : last ? panel_nbytes : 0;
-      int8_tile_of(args, first_row_of(tile + 1, args.rows, kInt8TileRows) - row, row, panel, ahead);
+      int8_tile_of(args, first_row_of(tile + 1, args.rows, kInt8TileRows) - row, row, panel,
+                   stream_of(args.packed + panel * panel_nbytes, panel_nbytes, last_tile - first_tile,
+                             last_tile - 1 - tile));
     }
 }
 

@@ -40,6 +40,10 @@ constexpr int kGroupNbytes = kScaleNbytes + kGroup * kPanel;
 
 constexpr int groups_of(int columns) { return (columns + kGroup - 1) / kGroup; }
 
+// So few tiles of rows fetch the next panel together, each its share: one alone would have to wait for memory, which would be
+// idle while the others compute. Of more, the last one fetches it.
+constexpr int kSharingTiles = 4;
+
 // Rows are cut into tiles as even as can be, none higher than `highest`.
 constexpr int tiles_of(int rows, int highest) { return (rows + highest - 1) / highest; }
 constexpr int first_row_of(int tile, int rows, int highest) {

@@ -7,6 +7,7 @@
 namespace {
 
 using kvferry::native::kPanel;
+using kvferry::native::kSharingTiles;
 
 // Rows whose sums fit into the registers beside the panel's vectors.
 constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
@@ -30,6 +31,8 @@ struct Tile {
   bool add;           // to what c holds
   const float* bias;  // of this panel's outputs, or null
   int width;          // columns of c, at most kPanel
+  const float* fetch = nullptr;  // kNextPanel: this tile's share of the next panel
+  int sharing = 1;               // how many tiles fetch it
 };
 
 template <int kVecs>
@@ -56,12 +59,18 @@ void tile_part(const Tile& t, int first) {
     for (int vec = 0; vec < kVecs; ++vec) sums[row][vec] = initial<kVecs>(part, row, vec);
   const float* b = part.b;
   const std::ptrdiff_t a_stride = kStride ? kStride : t.a_stride;
-  [[maybe_unused]] const std::ptrdiff_t next = static_cast<std::ptrdiff_t>(t.depth) * kPanel;
+  [[maybe_unused]] const float* fetch = t.fetch;
+  [[maybe_unused]] std::ptrdiff_t step = 0;
+  if constexpr (kFetch == Fetch::kNextPanel) {
+    step = (kVecs * kLanes + t.sharing - 1) / t.sharing;
+    fetch += static_cast<std::ptrdiff_t>(first) * t.depth / t.sharing;
+  }
   for (int k = 0; k < t.depth; ++k, b += kPanel) {
     for (int line = 0; line < kVecs * kLanes; line += 16) {
       if constexpr (kFetch == Fetch::kPanel) __builtin_prefetch(b + kAhead + line);
-      if constexpr (kFetch == Fetch::kNextPanel) __builtin_prefetch(b + next + line, 0, 2);
+      if constexpr (kFetch == Fetch::kNextPanel) __builtin_prefetch(fetch + line, 0, 2);
     }
+    if constexpr (kFetch == Fetch::kNextPanel) fetch += step;
     Vec panel[kVecs];
 #pragma GCC unroll 8
     for (int vec = 0; vec < kVecs; ++vec) panel[vec] = load(b + vec * kLanes);
@@ -99,15 +108,20 @@ inline void tile_of(const Tile& t, int rows) {
     tile_of<kFetch, kStride, kRows - 1>(t, rows);
 }
 
-// Any number of rows, in tiles of even height. kLast: what the last of them fetches.
-template <Fetch kLast, int kStride = 0>
+// Any number of rows, in tiles of even height. kFetch: what is fetched by the last of them, or by few together.
+template <Fetch kFetch, int kStride = 0>
 inline void multiply(Tile t, int rows) {
-  for (int tiles = (rows + kTileRows - 1) / kTileRows; tiles > 0; --tiles) {
+  int tiles = (rows + kTileRows - 1) / kTileRows;
+  const std::ptrdiff_t panel = static_cast<std::ptrdiff_t>(t.depth) * kPanel;
+  t.sharing = tiles <= kSharingTiles ? tiles : 1, t.fetch = t.b + panel;
+  for (; tiles > 0; --tiles) {
     const int height = (rows + tiles - 1) / tiles;
-    if (tiles > 1)
+    if (tiles > t.sharing || (kFetch != Fetch::kNextPanel && tiles > 1)) {
       tile_of<Fetch::kNothing, kStride>(t, height);
-    else
-      tile_of<kLast, kStride>(t, height);
+    } else {
+      tile_of<kFetch, kStride>(t, height);
+      t.fetch += panel / t.sharing;
+    }
     t.a += height * (kStride ? kStride : t.a_stride), t.c += height * t.c_stride, rows -= height;
   }
 }
