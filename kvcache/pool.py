@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
 
 PAGE_NBYTES = 4096
+HUGE_PAGE_NBYTES = 2 << 20
 BLOCKS_PER_STATE = 16
 _CANARY_BYTE = 0xA5
 _NAN_BYTE = 0xFF  # all bits set is a NaN in every floating type we store
@@ -124,9 +127,20 @@ def build_buffer(nbytes: int, device: str, allocate: Allocate | None, guard: boo
 
 def _aligned_zeros(nbytes: int, device: str) -> torch.Tensor:
     """Page-aligned, because memory is registered for remote access by the page."""
+    if device == "cpu" and nbytes >= HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        return _zeros_in_huge_pages(nbytes)
     raw = torch.zeros(nbytes + PAGE_NBYTES, dtype=torch.uint8, device=device)
     offset = -raw.data_ptr() % PAGE_NBYTES
     return raw[offset : offset + nbytes]
+
+
+def _zeros_in_huge_pages(nbytes: int) -> torch.Tensor:
+    """Where the system has some: what a decoding sequence reads is scattered over the pool, a few KiB here and there,
+    and of small pages each would have to be looked up."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class Pages:
