@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
 
 PAGE_NBYTES = 4096
+HUGE_PAGE_NBYTES = 2 << 20
 MIN_BLOCKS_PER_STATE = 16
 _CANARY_BYTE = 0xA5
 _CANARY_PAGE = bytes([_CANARY_BYTE]) * PAGE_NBYTES
@@ -159,14 +162,24 @@ def _aligned_zeros(nbytes: int, device: str) -> torch.Tensor:
 
 def allocate_zeros(nbytes: int, device: str, setting: str) -> torch.Tensor:
     """uint8 [nbytes]. Raises ConfigError naming `setting` where the device has too little memory."""
+    huge = device == "cpu" and nbytes >= HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE")
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        return _zeros_in_huge_pages(nbytes) if huge else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except (OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"{setting} asks for {nbytes} bytes of {device} memory, which cannot be had: lower it ({reason})",
             field=setting,
         ) from None
+
+
+def _zeros_in_huge_pages(nbytes: int) -> torch.Tensor:
+    """Where the system has some: what a decoding sequence reads is scattered over the pool, a few KiB here and there,
+    and of small pages each would have to be looked up."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class Pages:

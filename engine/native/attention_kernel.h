@@ -18,6 +18,8 @@ using kvferry::native::Span;
 
 constexpr int kKeys = 128;  // positions taken in one go: scores, keys and values of a tile stay in the cache
 constexpr int kKeysAhead = 16;  // fetched before use: a block is a page at most, too short for the hardware to notice
+constexpr int kKeysAtOnce = 4;  // then as many are fetched: more would have to wait for each other
+constexpr int kDotRows = kLanes == 16 ? 4 : 3;  // queries whose sums with four keys fit into the registers
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline const std::byte* key_row(const PoolView& pool, const Span& span, int head, std::int64_t position) {
@@ -93,23 +95,42 @@ void dots_whole(const float* queries, const std::byte* const* keys, int n, float
   }
 }
 
-// The same for any head size.
+// The same for any head size, a few keys at once: what is left of the last few are taken twice.
 template <class T, int kRows>
 void dots(const float* queries, const std::byte* const* keys, int n, int dim, float* scores) {
-  for (int key = 0; key < n; ++key) {
-    Vec sums[kRows] = {};
+  for (int first = 0; first < n; first += 4) {
+    const T* k[4];
+    for (int key = 0; key < 4; ++key) k[key] = elements<T>(keys[std::min(first + key, n - 1)]);
+    Vec sums[kRows][4];
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+      for (int key = 0; key < 4; ++key) sums[row][key] = Vec{};
     int i = 0;
     for (; i + kLanes <= dim; i += kLanes) {
-      const Vec k = load(elements<T>(keys[key]) + i);
+      Vec q[kRows];
 #pragma GCC unroll 4
-      for (int row = 0; row < kRows; ++row) sums[row] += k * load(queries + row * dim + i);
-    }
-    if (const int left = dim - i) {
-      const Vec k = load_part(elements<T>(keys[key]) + i, left);
-      for (int row = 0; row < kRows; ++row) sums[row] += k * load_part(queries + row * dim + i, left);
-    }
+      for (int row = 0; row < kRows; ++row) q[row] = load(queries + row * dim + i);
 #pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) scores[row * kKeys + key] = sum(sums[row]);
+      for (int key = 0; key < 4; ++key) {
+        const Vec part = load(k[key] + i);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) sums[row][key] += part * q[row];
+      }
+    }
+    if (const int left = dim - i)
+#pragma GCC unroll 4
+      for (int key = 0; key < 4; ++key) {
+        const Vec part = load_part(k[key] + i, left);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) sums[row][key] += part * load_part(queries + row * dim + i, left);
+      }
+    const int some = std::min(4, n - first);
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const Four four = sums_of(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
+      std::memcpy(scores + row * kKeys + first, &four, some * sizeof(float));
+    }
   }
 }
 
@@ -268,11 +289,10 @@ template <class T>
 inline void few_rows(const AttentionArgs& args, const Scratch& s, const std::byte* const* keys, int left, int rows) {
   const int n = std::min(kKeys, left), dim = args.dim;
   const std::ptrdiff_t plane = args.pool.plane_stride;
-  for (int first = 0; first < n; first += kKeysAhead) {
-    const int some = std::min(kKeysAhead, n - first);
-    for (int key = first + kKeysAhead; key < std::min(first + 2 * kKeysAhead, left); ++key)
-      fetch(keys[key], plane, row_nbytes<T>(dim));
-    dots_of<T, 4>(s.queries, keys + first, some, dim, s.scores + first, rows);
+  for (int first = 0; first < n; first += kKeysAtOnce) {
+    const int some = std::min(kKeysAtOnce, n - first), next = first + kKeysAhead;
+    for (int key = next; key < std::min(next + kKeysAtOnce, left); ++key) fetch(keys[key], plane, row_nbytes<T>(dim));
+    dots_of<T, kDotRows>(s.queries, keys + first, some, dim, s.scores + first, rows);
   }
   if constexpr (kScaled<T>) apply_scales(keys, 0, n, dim, rows, s.scores);
   for (int row = 0; row < rows; ++row)

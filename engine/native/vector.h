@@ -96,6 +96,34 @@ inline float sum(Vec v) {
   return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
+// The sums of four vectors, side by side.
+using Four = float __attribute__((vector_size(16)));
+
+inline Four sums_of(Vec a, Vec b, Vec c, Vec d) {
+#if KVFERRY_LANES == 16
+  const auto halves = [](Vec v) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  };
+  const auto e = halves(a), f = halves(b), g = halves(c), h = halves(d);
+#else
+  const auto e = a, f = b, g = c, h = d;
+#endif
+#if KVFERRY_LANES >= 8
+  const auto pairs = [](auto x, auto y) {
+    return __builtin_shufflevector(x, y, 0, 2, 8, 10, 4, 6, 12, 14) +
+           __builtin_shufflevector(x, y, 1, 3, 9, 11, 5, 7, 13, 15);
+  };
+  const auto both = pairs(pairs(e, f), pairs(g, h));
+  return __builtin_shufflevector(both, both, 0, 1, 2, 3) + __builtin_shufflevector(both, both, 4, 5, 6, 7);
+#else
+  const auto pairs = [](auto x, auto y) {
+    return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
+  };
+  return pairs(pairs(e, f), pairs(g, h));
+#endif
+}
+
 inline float largest(Vec v) {
   return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvferry.core import AxisOrder, ConfigError, DType, GroupKind, KVLayout
 from kvferry.kvcache import create_manager
-from kvferry.kvcache.pool import PAGE_NBYTES, Pages, blocks_for_budget, blocks_per_state, build_pool, slot_counts
+from kvferry.kvcache.pool import (
+    HUGE_PAGE_NBYTES,
+    PAGE_NBYTES,
+    Pages,
+    blocks_for_budget,
+    blocks_per_state,
+    build_pool,
+    slot_counts,
+)
 
 LAYOUT = KVLayout(GroupKind.FULL, (0, 3, 5), 2, 8, tokens_per_block=4)
 
@@ -144,3 +153,24 @@ def test_pools_are_built_where_they_are_told() -> None:
     with pytest.raises(ConfigError, match="host memory") as caught:
         build_pool(LAYOUT, 7, "cuda:0", allocate)
     assert caught.value.field == "engine.device"
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="a kernel that gives out no huge pages"
+)
+def test_large_pools_ask_for_huge_pages() -> None:
+    layout = dataclasses.replace(LAYOUT, tokens_per_block=256)
+    pool = build_pool(layout, HUGE_PAGE_NBYTES // layout.slot_nbytes + 1, "cpu")
+    assert not pool.buffer.any()
+    flags = ""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(address, 16) for address in first.split("-"))
+            inside = start <= pool.region.addr < stop
+        elif inside and first == "VmFlags:":
+            flags = rest
+    assert "hg" in flags.split()
+    pool.buffer.fill_(7)
+    assert bool((pool.buffer == 7).all())
