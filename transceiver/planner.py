@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -199,16 +200,6 @@ class _Side:
     def of(cls, name: str, side: RankTables, group: int) -> _Side:
         return cls(name, side.rank.layouts[group], side.rank.pools[group], side.tables[group])
 
-    @property
-    def token_stride(self) -> int:
-        layout = self.layout
-        return layout.row_nbytes * (1 if layout.axis_order is AxisOrder.HEAD_TOKEN else layout.kv_heads)
-
-    @property
-    def head_stride(self) -> int:
-        layout = self.layout
-        return layout.row_nbytes * (layout.tokens_per_block if layout.axis_order is AxisOrder.HEAD_TOKEN else 1)
-
     def token_addresses(self, starts: _Ints) -> _Ints:
         """Where each position's first row (first layer, plane and head) stands."""
         layout = self.layout
@@ -218,7 +209,7 @@ class _Side:
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
             raise TransferError(f"a {self.name} block id is outside its pool of {count} blocks")
         addresses: _Ints = (
-            self.pool.addr + ids * layout.slot_nbytes + starts % layout.tokens_per_block * self.token_stride
+            self.pool.addr + ids * layout.slot_nbytes + starts % layout.tokens_per_block * _token_stride(layout)
         )
         return addresses
 
@@ -238,17 +229,6 @@ class _Side:
         found: _Ints = ids[index]
         return found
 
-    def inner_offsets(self, share: GroupShare, tokens: int) -> tuple[_Ints, ...]:
-        """Bytes from a position's first row to those of each token, head, plane and layer of the share."""
-        layout = self.layout
-        places = {layer: place for place, layer in enumerate(layout.layers)}
-        return (
-            np.arange(tokens, dtype=np.int64) * self.token_stride,
-            (np.asarray(share.heads, dtype=np.int64) - layout.first_head) * self.head_stride,
-            np.arange(layout.planes, dtype=np.int64) * layout.plane_nbytes,
-            np.asarray([places[layer] for layer in share.layers], dtype=np.int64) * layout.layer_nbytes,
-        )
-
 
 def _span_copies(source: RankTables, destination: RankTables, span: GroupSpan) -> CopyArray:
     share = span.share
@@ -260,10 +240,9 @@ def _span_copies(source: RankTables, destination: RankTables, span: GroupSpan) -
         starts, lengths = _segments(span.tokens, here.layout.tokens_per_block, there.layout.tokens_per_block)
     to, origin = here.token_addresses(starts), there.token_addresses(starts)
     parts = []
-    for length in np.unique(lengths):
+    for length in np.unique(lengths).tolist():
         chosen = lengths == length
-        axes = list(zip(here.inner_offsets(share, int(length)), there.inner_offsets(share, int(length)), strict=True))
-        parts.append(_outer_sum(to[chosen], origin[chosen], axes, here.layout.row_nbytes))
+        parts.append(_outer_sum(to[chosen], origin[chosen], _piece(here.layout, there.layout, share, length)))
     rows = np.concatenate(parts)
     return _coalesce(rows[:, 0], rows[:, 1], rows[:, 2])
 
@@ -279,19 +258,53 @@ def _segments(tokens: TokenRange, block: int, other_block: int) -> tuple[_Ints, 
     return bounds[:-1][lengths > 0], lengths[lengths > 0]
 
 
-def _outer_sum(to: _Ints, origin: _Ints, axes: list[tuple[_Ints, _Ints]], row_nbytes: int) -> _Ints:
-    """One copy per piece that is contiguous on both sides: [pieces, 3]. Each axis holds offsets on either side; those
-    along which the bytes follow one another on both become part of the piece, whatever their order."""
-    nbytes, left = row_nbytes, []
-    for here, there in axes:
-        to, origin = to + here[0], origin + there[0]
-        left.append((here - here[0], there - there[0]))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """What of a share is contiguous on both sides, from some position of a block on: `nbytes` that begin `here` and
+    `there` bytes after the position's first row, again at every sum of one offset of each of the axes."""
+
+    here: int
+    there: int
+    nbytes: int
+    axes: tuple[tuple[_Ints, _Ints], ...]
+
+
+@lru_cache(maxsize=256)
+def _piece(here: KVLayout, there: KVLayout, share: GroupShare, tokens: int) -> _Piece:
+    """Axes along which the bytes follow one another on both sides become part of the piece, whatever their order. The
+    same for every request between two ranks, so it is worth remembering."""
+    axes = list(zip(_offsets(here, share, tokens), _offsets(there, share, tokens), strict=True))
+    left = [(ours - ours[0], theirs - theirs[0]) for ours, theirs in axes]
+    nbytes = here.row_nbytes
     while (found := next((axis for axis in left if _follows(axis, nbytes)), None)) is not None:
         left = [axis for axis in left if axis is not found]
         nbytes *= len(found[0])
-    for here, there in left:
+    first, first_there = (sum(int(axis[side][0]) for axis in axes) for side in (0, 1))
+    return _Piece(first, first_there, nbytes, tuple(left))
+
+
+def _offsets(layout: KVLayout, share: GroupShare, tokens: int) -> tuple[_Ints, ...]:
+    """Bytes from a position's first row to those of each token, head, plane and layer of the share."""
+    places = {layer: place for place, layer in enumerate(layout.layers)}
+    head_stride = layout.row_nbytes * (layout.tokens_per_block if layout.axis_order is AxisOrder.HEAD_TOKEN else 1)
+    return (
+        np.arange(tokens, dtype=np.int64) * _token_stride(layout),
+        (np.asarray(share.heads, dtype=np.int64) - layout.first_head) * head_stride,
+        np.arange(layout.planes, dtype=np.int64) * layout.plane_nbytes,
+        np.asarray([places[layer] for layer in share.layers], dtype=np.int64) * layout.layer_nbytes,
+    )
+
+
+def _token_stride(layout: KVLayout) -> int:
+    return layout.row_nbytes * (1 if layout.axis_order is AxisOrder.HEAD_TOKEN else layout.kv_heads)
+
+
+def _outer_sum(to: _Ints, origin: _Ints, piece: _Piece) -> _Ints:
+    """One copy per place of the piece, from every first row: [copies, 3]."""
+    to, origin = to + piece.here, origin + piece.there
+    for here, there in piece.axes:
         to, origin = np.add.outer(to, here).ravel(), np.add.outer(origin, there).ravel()
-    return np.stack([to, origin, np.full(len(to), nbytes, dtype=np.int64)], axis=1)
+    return np.stack([to, origin, np.full(len(to), piece.nbytes, dtype=np.int64)], axis=1)
 
 
 def _follows(axis: tuple[_Ints, _Ints], nbytes: int) -> bool:
