@@ -16,7 +16,7 @@ DEPS_STAMP := .venv/.dependencies-stamp
 STAMP := .venv/.setup-stamp
 TYPES_STAMP := build/types/.stamp
 
-.PHONY: help setup types lint format typecheck pytest test test-slow fuzz demo bench bench-peers bench-beside sanitize lock clean
+.PHONY: help setup types lint format typecheck pytest test test-slow fuzz demo bench bench-peers bench-beside sanitize sanitize-thread sanitize-address lock clean
 help:
 	@echo 'make setup   create .venv and install everything (nothing to do the second time)'
 	@echo 'make demo    one prefill and one decode worker on this machine answer a question'
@@ -26,7 +26,7 @@ help:
 	@echo 'make bench   the engine'"'"'s floor beside a plain transformers loop; what the KV cache books cost and find'
 	@echo 'make bench-peers   llama.cpp and vLLM into .venv-peers, for kvferry bench compare | serve | interference'
 	@echo 'make bench-beside  those three, short, into docs/performance.md'
-	@echo 'make sanitize   the C++ transfer engine under load, with sanitizers'
+	@echo 'make sanitize   the C++ parts under load and in their contract tests, with sanitizers'
 	@echo 'make lint | format | types | lock | clean'
 
 setup: $(STAMP)
@@ -118,17 +118,40 @@ bench-beside: setup
 	-@$(BIN)/kvferry bench interference --quick --out docs/measured
 	@$(BIN)/python -P -m kvferry.bench.performance_page docs/performance.md
 
-# The C++ transfer engine under load, built with ThreadSanitizer, then with the address and undefined-behaviour ones.
+# The C++ parts with ThreadSanitizer, then with the address and undefined-behaviour ones: the transfer engine under load
+# in a program of its own, then its contract and session tests over every backend, in a Python whose memory and threads
+# the sanitizer's runtime watches. It cannot do that while UCX patches the C library's mmap, so UCX is told not to. The
+# KV cache core has no threads.
+SANITIZED := build/sanitize
+SANITIZE_FLAGS := -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-omit-frame-pointer -fno-sanitize-recover=all
 ENGINE_SOURCES := $(addprefix transceiver/native/,engine.cpp faulty_backend.cpp memory_backend.cpp)
-sanitize:
-	@mkdir -p build/sanitize
-	@for kind in thread address,undefined; do \
-	  echo "engine, -fsanitize=$$kind"; \
-	  $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -fno-omit-frame-pointer -fno-sanitize-recover=all -fsanitize=$$kind \
-	    -Itransceiver/native $(ENGINE_SOURCES) tests/transceiver/native/engine_stress.cpp -pthread \
-	    -o build/sanitize/engine_stress; \
-	  build/sanitize/engine_stress; \
+CONTRACT := tests/transceiver/native/test_engine.py \
+  $(addprefix tests/transceiver/test_,agents.py cpp_runtime.py destination.py python_runtime.py)
+sanitize: sanitize-thread sanitize-address
+sanitize-thread: SANITIZER := thread
+sanitize-thread: RUNTIME := libtsan.so
+sanitize-thread: NATIVE := transceiver.native.engine
+sanitize-address: SANITIZER := address,undefined
+sanitize-address: RUNTIME := libasan.so
+sanitize-address: NATIVE := transceiver.native.engine kvcache.native.core
+sanitize-address: CONTRACT += tests/kvcache/native
+sanitize-thread sanitize-address: setup
+	@mkdir -p $(SANITIZED)/$@
+	@echo 'engine under load, -fsanitize=$(SANITIZER)'
+	@$(CXX) $(SANITIZE_FLAGS) -fsanitize=$(SANITIZER) -Itransceiver/native $(ENGINE_SOURCES) \
+	  tests/transceiver/native/engine_stress.cpp -pthread -o $(SANITIZED)/$@/engine_stress
+	@$(SANITIZED)/$@/engine_stress
+	@echo 'contract tests, -fsanitize=$(SANITIZER)'
+	@for module in $(NATIVE); do \
+	  $(CXX) $(SANITIZE_FLAGS) -fsanitize=$(SANITIZER) -fPIC -shared $$($(BIN)/python -m pybind11 --includes) \
+	    $${module%%.*}/native/*.cpp -pthread -ldl -o $(SANITIZED)/$@/$$module.so; \
 	done
+	@KVFERRY_NATIVE_MODULES='$(foreach module,$(NATIVE),kvferry.$(module)=$(SANITIZED)/$@/$(module).so)' \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  TSAN_OPTIONS=halt_on_error=1:exitcode=66:suppressions=$(CURDIR)/tests/support/sanitizers/tsan.supp \
+	  ASAN_OPTIONS=detect_leaks=0:exitcode=66 UBSAN_OPTIONS=print_stacktrace=1 UCX_MEM_MMAP_HOOK_MODE=none \
+	  $(BIN)/python -P -m pytest -q --capture=sys -p sanitized_modules -p no:cacheprovider \
+	  $(CONTRACT) -k 'kvcache or native or cpp'
 
 # torch's local version (+cpu, +cu130) depends on the index, so it is left out.
 lock: setup

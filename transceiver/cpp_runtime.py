@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.core import TokenRange
 from kvferry.kvcache import BlockHold, KVPool
-from kvferry.transceiver.base import Agent
+from kvferry.transceiver.base import Agent, OpState
 from kvferry.transceiver.control import ControlClient
 from kvferry.transceiver.destination import Destination, notification_of
 from kvferry.transceiver.implementation import RuntimeTimes, WorkerIdentity
@@ -21,6 +21,7 @@ from kvferry.transceiver.polling import PollDemand
 from kvferry.transceiver.protocol import NotificationKind
 from kvferry.transceiver.session_runtime import SessionRuntime
 from kvferry.transceiver.sessions import LoadSession, SessionState
+from kvferry.transceiver.stats import FailureClass
 
 _CONTACT_POLL_S = 0.001
 """First contact is polled from Python: it happens once per peer."""
@@ -68,6 +69,11 @@ class CppDestination(Destination):
             notification_of(load, NotificationKind.FAILED),
         )
 
+    def sentenced(self, load: LoadSession) -> None:
+        if isinstance(load.operation, NativeOperation) and load.operation.poll() is OpState.SUBMITTED:
+            load.operation.sentenced = True
+        super().sentenced(load)
+
     def _finished(self, load: LoadSession) -> None:
         self._checked(load, load.stale_words)
 
@@ -75,6 +81,9 @@ class CppDestination(Destination):
         if isinstance(load.operation, NativeOperation):
             load.stale_words = load.operation.task.stale
             load.source_told = load.operation.task.source_told
+            if finished and load.source_told and not load.stale_words and not load.operation.sentenced:
+                # DONE went out before this thread heard of it, and the source has answered a heartbeat since.
+                self._loads.pardon(load, FailureClass.LEASE)
         super()._at_rest(load, finished=finished)
 
     def _tell_end(self, load: LoadSession, kind: NotificationKind) -> None:

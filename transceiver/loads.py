@@ -76,6 +76,12 @@ class LoadTable:
             if not load.lifecycle.ended and load.verdict is None:
                 load.verdict = verdict
 
+    def pardon(self, load: InboundSession, failure: FailureClass) -> None:
+        """Takes a verdict of this class back: what it was passed on has turned out well."""
+        with self._lock:
+            if load.verdict is not None and load.verdict.failure is failure:
+                load.verdict = None
+
     def cancel(self, load_id: int) -> tuple[CancelOutcome, InboundSession | None]:
         """Sentences an open load; the session comes back when there is something left to do about it."""
         with self._lock:

@@ -21,10 +21,11 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class NativeOperation(Operation):
-    """A task of the engine. The engine lets go of it by itself."""
+    """A task of the engine. The engine lets go of it by itself. sentenced: a verdict was passed while it ran."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.sentenced = False
 
     def poll(self) -> OpState:
         return OpState[self.task.state.name]

@@ -233,13 +233,15 @@ std::shared_ptr<Hold> Cache::quarantine() {
 }
 
 void Cache::close() {
+  const auto self = shared_from_this();
+  // First: what the tip of a closed cache was may be gone.
+  ensure(ledger_.caches_.erase(self) == 1, "a cache was closed twice");
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     auto& table = tables_[group];
     for (auto slot = table.rbegin(); slot != table.rend(); ++slot) ledger_.groups_[group].store.drop(*slot);
     table.clear();
   }
   ledger_.tree_.unlock(tip_);
-  ensure(ledger_.caches_.erase(shared_from_this()) == 1, "a cache was closed twice");
 }
 
 void Cache::check_integrity(std::int64_t history, std::int64_t blocks, std::int64_t near) const {

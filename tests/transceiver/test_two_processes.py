@@ -208,9 +208,10 @@ def test_who_has_nothing_to_do_uses_less_than_a_fiftieth_of_a_core(route: str) -
         destination.close()
 
 
-def test_a_stopped_source_is_read_all_the_same_over_shared_memory() -> None:
-    """One-sided in earnest: its process need not run."""
-    source, destination = SourceProcess("prefill-life-1", route=SHM), Destination(route=SHM)
+@pytest.mark.parametrize("route", [SHM, UCX])
+def test_a_stopped_source_on_this_host_is_read_all_the_same(route: str) -> None:
+    """One-sided in earnest: its process need not run. Over tcp, which UCX would take otherwise, it must."""
+    source, destination = SourceProcess("prefill-life-1", route=route), Destination(route=route)
     try:
         destination.transceiver.connect(source.endpoint)
         handle, expected = source.advertise([3, 4], 32), source.bytes_of([3, 4])

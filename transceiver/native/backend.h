@@ -59,6 +59,8 @@ class Backend {
   virtual void notify(const std::string& peer, const std::string& message) = 0;
   // Also the chance for a backend without threads of its own to make progress.
   virtual Notifications drain() = 0;
+  // Whether a notification is still on its way out of this process, which takes calls of `drain`.
+  virtual bool sending() const { return false; }
   // Afterwards nothing submitted with `peer` can touch memory. May take operations with others along.
   virtual void fence(const std::string& peer) = 0;
   virtual void close() = 0;

@@ -49,7 +49,9 @@ struct Engine::Core {
   bool ended = false;
 
   std::atomic<std::uint64_t> looks{0};
-  std::list<Active> active;  // the engine's thread only
+  // The engine's thread only.
+  std::list<Active> active;
+  std::optional<Clock::time_point> sending_since;
 
   void run();
   void start(std::shared_ptr<Task> task, LoadRequest request);
@@ -103,6 +105,7 @@ std::optional<Clock::duration> Engine::Core::next_look(Clock::time_point now) {
   for (const Active& entry : active) {
     consider(interval(entry.submitted, now, kOperationMin, kOperationMax));
   }
+  if (sending_since) consider(interval(*sending_since, now, kOperationMin, kExpectedMax));
   if (expected_since) consider(interval(*expected_since, now, kExpectedMin, kExpectedMax));
   if (now < attention_until) consider(std::chrono::duration_cast<Clock::duration>(Seconds(kAttention)));
   return least;
@@ -162,7 +165,7 @@ void Engine::Core::check_generations(Active& entry) {
 }
 
 void Engine::Core::finish(Task& task, OpState state, std::string error) {
-  task.error = std::move(error);
+  if (task.state == OpState::Submitted) task.error = std::move(error);  // of one in doubt it may be read already
   task.state = state;
   const std::scoped_lock lock(mutex);
   woken = true;
@@ -177,6 +180,11 @@ void Engine::Core::drain() {
     arrived = backend->drain();
   } catch (const std::exception& error) {
     problem = error.what();
+  }
+  if (!backend->sending()) {
+    sending_since.reset();
+  } else if (!sending_since) {
+    sending_since = Clock::now();
   }
   const std::scoped_lock lock(mutex);
   if (arrived.empty() && problem == drain_error) return;

@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 // What became of something submitted. Written by the engine's thread; the other fields are final once `state` is not
-// Submitted.
+// Submitted, which from InDoubt still becomes NotSubmitted.
 struct Task {
   std::atomic<OpState> state{OpState::Submitted};
   std::string error;
@@ -60,7 +60,8 @@ class Engine {
   void fence(std::string peer, Seconds timeout);
 
   // How eagerly to look for notifications. expected_since: a message is due since then. attention: until then, look
-  // every half millisecond whatever happens. Neither: not at all, and an idle engine costs nothing.
+  // every half millisecond whatever happens. Neither: only while something is in flight or a notification is on its
+  // way out, and an idle engine costs nothing.
   void expect(std::optional<Seconds> age, Seconds attention);
 
   // Sleeps until a task has ended, a notification has arrived, `wake` was called or the time is over.

@@ -37,6 +37,7 @@ class FaultyBackend : public Backend {
                                     const std::vector<Copy>& copies) override;
   void notify(const std::string& peer, const std::string& message) override;
   Notifications drain() override;
+  bool sending() const override { return inner_->sending(); }
   void fence(const std::string& peer) override;
   void close() override;
 

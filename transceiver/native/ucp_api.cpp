@@ -14,6 +14,9 @@ Library::Library(const std::string& path) {
     throw LibraryError("UCX " + std::to_string(major) + "." + std::to_string(minor) + " is installed, but " +
                        std::to_string(kMajor) + "." + std::to_string(kOldestMinor) + " or a later 1.x is needed");
   }
+  KVFERRY_BIND(config_read);
+  KVFERRY_BIND(config_modify);
+  KVFERRY_BIND(config_release);
   KVFERRY_BIND(init_version);
   KVFERRY_BIND(cleanup);
   KVFERRY_BIND(worker_create);

@@ -143,6 +143,9 @@ struct Library {
   Library& operator=(const Library&) = delete;
 
   void (*get_version)(unsigned* major, unsigned* minor, unsigned* release) = nullptr;
+  Status (*config_read)(const char* prefix, const char* file, Handle* config) = nullptr;
+  Status (*config_modify)(Handle config, const char* name, const char* value) = nullptr;
+  void (*config_release)(Handle config) = nullptr;
   Status (*init_version)(unsigned major, unsigned minor, const Params* params, Handle config,
                          Handle* context) = nullptr;
   void (*cleanup)(Handle context) = nullptr;

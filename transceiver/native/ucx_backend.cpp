@@ -1,6 +1,7 @@
 #include "ucx_backend.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -10,6 +11,10 @@ namespace {
 
 constexpr unsigned kNotification = 1;  // the id of our active messages
 constexpr int kStepsPerLook = 4096;    // a peer that sends for ever must not hold the thread
+// Rendezvous off. Nothing here uses it: notifications are eager, the rest is reads and writes. As long as it is on,
+// UCX gives an endpoint that notices its peer's death no transport on which rendezvous could not be taken back, and so
+// no copying from process to process for our reads either.
+constexpr char kRendezvousThreshold[] = "RNDV_THRESH", kNever[] = "inf";
 constexpr auto kClosePatience = std::chrono::milliseconds(200);
 
 void* pointer(std::uint64_t addr) { return reinterpret_cast<void*>(addr); }
@@ -58,10 +63,7 @@ class UcxOperation : public Operation {
 
 UcxBackend::UcxBackend(const std::string& library_path, std::string incarnation)
     : api_(ucp::library(library_path)), incarnation_(std::move(incarnation)) {
-  ucp::Params params{};
-  params.field_mask = ucp::Params::kFeatures;
-  params.features = ucp::Params::kRemoteMemory | ucp::Params::kActiveMessages;
-  check("start", api_.init_version(ucp::kMajor, ucp::kOldestMinor, &params, nullptr, &context_));
+  create_context();
   create_worker();
 }
 
@@ -230,6 +232,19 @@ void UcxBackend::close() {
   for (const auto& [addr, region] : regions_) api_.mem_unmap(context_, region.memory);
   regions_.clear();
   if (context_ != nullptr) api_.cleanup(std::exchange(context_, nullptr));
+}
+
+void UcxBackend::create_context() {
+  ucp::Handle config = nullptr;
+  check("read its settings", api_.config_read(nullptr, nullptr, &config));
+  const std::unique_ptr<ucp::Opaque, void (*)(ucp::Handle)> own_config(config, api_.config_release);
+  if (std::getenv("UCX_RNDV_THRESH") == nullptr) {  // what the operator sets stays
+    check("be set up", api_.config_modify(config, kRendezvousThreshold, kNever));
+  }
+  ucp::Params params{};
+  params.field_mask = ucp::Params::kFeatures;
+  params.features = ucp::Params::kRemoteMemory | ucp::Params::kActiveMessages;
+  check("start", api_.init_version(ucp::kMajor, ucp::kOldestMinor, &params, config, &context_));
 }
 
 void UcxBackend::create_worker() {

@@ -29,6 +29,7 @@ class UcxBackend : public Backend {
                                     const std::vector<Copy>& copies) override;
   void notify(const std::string& peer, const std::string& message) override;
   Notifications drain() override;
+  bool sending() const override { return !sending_.empty(); }
   void fence(const std::string& peer) override;
   void close() override;
 
@@ -66,6 +67,7 @@ class UcxBackend : public Backend {
     bool ended = false;
   };
 
+  void create_context();
   void create_worker();
   void destroy_worker();
   void connect(const std::string& peer, const UcxMetadata& found, const std::string& metadata);
