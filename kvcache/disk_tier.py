@@ -10,7 +10,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import secrets
+import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +57,7 @@ class DiskShelf:
         self._free = FreeSlots(num_slots)
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # oldest first
         self._parked: dict[bytes, int] = {}
-        self._pending: dict[bytes, tuple[bytes, Future[None]]] = {}
+        self._pending: dict[bytes, tuple[bytes, Future[bool]]] = {}
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, num_slots * self._record_nbytes)
         self._find_records()
@@ -126,15 +128,21 @@ class DiskShelf:
         self._pending[digest] = (payload, self._writer.submit(self._write, slot, kind, digest, payload))
         return slot
 
-    def _write(self, slot: int, kind: Kind, digest: bytes, payload: bytes) -> None:
+    def _write(self, slot: int, kind: Kind, digest: bytes, payload: bytes) -> bool:
+        """Whether the record is whole."""
         try:
-            os.pwrite(self._file, seal(digest, payload, kind), slot * self._record_nbytes)
-        except OSError as error:  # the record is torn, which reading it will show
+            written = os.pwrite(self._file, seal(digest, payload, kind), slot * self._record_nbytes)
+        except OSError as error:
             logger.warning("KV block not written to disk: %s", error)
+            return False
+        return written == self._record_nbytes
 
     def _forget_written(self) -> None:
+        """A block whose write failed is forgotten, so that it is written when it comes again."""
         for digest in [digest for digest, (_, written) in self._pending.items() if written.done()]:
-            del self._pending[digest]
+            _, written = self._pending.pop(digest)
+            if not written.result() and digest in self._kept:
+                self.forget(digest)
 
     def read(self, digest: bytes) -> bytes | None:
         """The block's bytes, checked; None, and the record is forgotten, when they are not whole."""
@@ -262,6 +270,11 @@ class DiskTier:
                 field="kv_cache.disk_bytes",
             )
         self._lock = _lock(folder)
+        try:
+            _check_room(folder, nbytes)
+        except ConfigError:
+            os.close(self._lock)
+            raise
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk-write")
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk-read")
         self.shelves = [
@@ -303,6 +316,26 @@ class DiskTier:
         for shelf in self.shelves:
             shelf.close()
         os.close(self._lock)
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    """Raises ConfigError where files of `nbytes` could never be whole. What is free now may be taken by others later,
+    and what others have may be freed: writes that fail are misses."""
+    setting = "kv_cache.disk_bytes"
+    whole = shutil.disk_usage(folder).total
+    if nbytes > whole:
+        raise ConfigError(
+            f"{setting} is {nbytes}, but the file system of {folder} has {whole} bytes in all: set it to less, or "
+            "kv_cache.disk_dir to a larger one",
+            field=setting,
+        )
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most != resource.RLIM_INFINITY and nbytes > most:
+        raise ConfigError(
+            f"{setting} is {nbytes}, but files of this process may have {most} bytes (ulimit -f): raise that, or set "
+            "the setting to less",
+            field=setting,
+        )
 
 
 def _lock(folder: Path) -> int:

@@ -75,12 +75,6 @@ class KVEventLog:
 
         return end
 
-    @property
-    def watched(self) -> bool:
-        """Whether anybody is told of events."""
-        with self._lock:
-            return bool(self._watchers)
-
     def read(self, stream: str, after: int) -> KVEventBatch:
         """What a reader lacks who has read `stream` up to event `after`; ("", 0) is one who has read nothing."""
         with self._lock:

@@ -190,4 +190,4 @@ async def test_a_stream_that_ended_no_longer_hears_of_events() -> None:
         async with following(channel) as feed:
             publish(manager, 1)
             await until(lambda: feed.reader.last == 1)
-        await until(lambda: not manager.events.watched)  # type: ignore[union-attr]
+        await until(lambda: not manager.events._watchers)  # type: ignore[union-attr]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from full_disk import half, no_space
 
 from kvferry.core import ConfigError, GroupKind, KVLayout, TierCounts, block_digests
-from kvferry.kvcache import CacheLostError, CacheStateError, KVCache, KVCacheManager, create_manager, disk_tier
+from kvferry.kvcache import KVCache, KVCacheManager, create_manager, disk_tier
 from kvferry.kvcache.disk_tier import MAX_PENDING_WRITES, DiskShelf
 from kvferry.kvcache.records import Kind
 
@@ -191,6 +195,47 @@ def test_a_disk_tier_that_cannot_be_is_refused(settings: dict[str, object], fiel
     assert caught.value.field == field
 
 
+def test_a_disk_tier_larger_than_its_disk_is_refused_with_what_there_is(tmp_path: Path) -> None:
+    whole = shutil.disk_usage(tmp_path).total
+    options: dict[str, Any] = {"host_bytes": 1 << 12, "disk_bytes": whole + 1, "disk_dir": tmp_path}
+    with pytest.raises(ConfigError, match=rf"disk_bytes is {whole + 1}, .* has {whole} bytes in all") as caught:
+        create_manager("V2", [FULL], 1 << 12, **options)
+    assert caught.value.field == "kv_cache.disk_bytes"
+    options["disk_bytes"] = 1 << 12  # the folder was given back
+    create_manager("V2", [FULL], 1 << 12, **options).close()
+
+
+def test_a_limit_on_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier.resource, "getrlimit", lambda which: (1000, 1000))
+    with pytest.raises(ConfigError, match=r"may have 1000 bytes \(ulimit -f\)") as caught:
+        create_manager("V2", [FULL], 1 << 12, host_bytes=1 << 12, disk_bytes=1 << 12, disk_dir=tmp_path)
+    assert caught.value.field == "kv_cache.disk_bytes"
+
+
+@pytest.mark.parametrize("pwrite", [no_space, half])
+def test_what_a_full_disk_did_not_take_is_a_miss(
+    make_disk: MakeDisk, monkeypatch: pytest.MonkeyPatch, pwrite: Callable[[int, bytes, int], int]
+) -> None:
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    manager = make_disk()
+    fill(manager, PROMPT).close()
+    push_down(manager)
+    for shelf in manager._books.host._disk.shelves:  # type: ignore[attr-defined]
+        shelf._writer.submit(int).result()
+        shelf._forget_written()
+    assert disk_counts(manager).kept == 0
+    cache = manager.open("", PROMPT, max_reuse=20)
+    assert cache.reused == 0
+    assert manager.match("", PROMPT) == 0
+    manager.check_integrity()
+    cache.close()
+    monkeypatch.undo()  # there is room again
+    fill(manager, PROMPT).close()
+    fill(manager, [9] * 24, scope="filler").close()
+    push_down(manager)
+    assert manager.open("", PROMPT, max_reuse=20).reused == 20
+
+
 @pytest.fixture
 def writer() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(max_workers=1) as executor:
@@ -232,162 +277,6 @@ def test_the_least_recently_used_record_makes_room(tmp_path: Path, writer: Threa
     assert shelf.read(digests[2]) == bytes([2]) * 32
     assert shelf.read(digests[0]) == bytes(32)
     shelf.check_integrity()
-
-
-@pytest.fixture(params=["cpp", "python"])
-def make_parking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeDisk]:
-    """make_parking(host, disk): eight blocks of a full group and a window, over a host tier that is too small."""
-    made: list[KVCacheManager] = []
-
-    def make(host: int = 2, disk: int = 16) -> KVCacheManager:
-        layouts = (FULL, WINDOW)
-        row_nbytes = sum(layout.slot_nbytes for layout in layouts)
-        made.append(
-            create_manager(
-                "V2",
-                layouts,
-                8 * row_nbytes,
-                debug=True,
-                core=request.param,
-                host_bytes=host * row_nbytes,
-                disk_bytes=disk * (row_nbytes + 64 * len(layouts)),
-                disk_dir=tmp_path / f"kv{len(made)}",
-            )
-        )
-        return made[-1]
-
-    yield make
-    for manager in made:
-        manager.close()
-
-
-def parked(manager: KVCacheManager) -> list[int]:
-    return [tier.parked for tier in manager.tier_counts()]
-
-
-def write(manager: KVCacheManager, cache: KVCache, tokens: list[int], stop: int) -> None:
-    cache.reserve(stop)
-    for group, pool in enumerate(manager.pools):
-        for position in range(cache.history, stop):
-            slot = cache.block_table(group)[position // SIZE - cache.first_block(group)]
-            pool.view[slot, :, :, :, position % SIZE] = float(tokens[position])
-    cache.advance(stop)
-    cache.commit(tokens)
-
-
-def values(manager: KVCacheManager, cache: KVCache, group: int) -> list[float]:
-    """What each position that the group still holds was written with."""
-    table = list(cache.block_table(group))
-    held = manager.pools[group].view[table][:, 0, 0, 0, :, 0].flatten().tolist()
-    return held[: cache.history - cache.first_block(group) * SIZE]
-
-
-def test_what_the_host_tier_has_no_room_for_is_parked_on_disk(make_parking: MakeDisk) -> None:
-    manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
-    # Five full blocks; the token at 18 looks back to 13, in block 3 of 5.
-    assert parked(manager) == [0, 5 + 2]
-    assert manager.counts().free == manager.counts().total
-    other = manager.open("x", PROMPT, max_reuse=0)
-    write(manager, other, [7] * 32, 32)
-    other.close()
-    cache.resume(PROMPT)
-    assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
-    assert values(manager, cache, 1) == [float(token) for token in PROMPT[12:18]]
-    assert parked(manager) == [0, 0]
-    write(manager, cache, PROMPT, 20)
-    cache.close()
-    manager.check_integrity()
-
-
-def test_what_is_parked_on_disk_is_read_before_it_is_resumed(
-    make_parking: MakeDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    with pytest.raises(CacheStateError, match="prepare_resume: the cache is open"):
-        cache.prepare_resume()
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
-    other = manager.open("x", PROMPT, max_reuse=0)
-    write(manager, other, [7] * 32, 32)
-    other.close()
-    shelves = manager._books.host._disk.shelves  # type: ignore[attr-defined]
-    shelves[0]._writer.submit(int).result()
-    for shelf in shelves:
-        shelf._forget_written()
-    go_on, read_file, threads = threading.Event(), DiskShelf._read_file, list[str]()
-
-    def slowly(shelf: DiskShelf, slot: int, kind: Kind, digest: bytes) -> bytes | None:
-        threads.append(threading.current_thread().name)
-        go_on.wait(30)
-        return read_file(shelf, slot, kind, digest)
-
-    monkeypatch.setattr(DiskShelf, "_read_file", slowly)
-    assert not cache.prepare_resume()
-    assert not cache.prepare_resume()
-    go_on.set()
-    deadline = time.monotonic() + 20
-    while not cache.prepare_resume():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    cache.resume(PROMPT)
-    assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
-    assert values(manager, cache, 1) == [float(token) for token in PROMPT[12:18]]
-    assert (len(threads), set(threads)) == (5 + 2, {"kv-disk-read_0"}), "each once, and none by the engine"
-    cache.close()
-    manager.check_integrity()
-
-
-def test_a_cache_that_is_closed_while_it_is_read_leaves_nothing(
-    make_parking: MakeDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
-    cache.prepare_resume()
-    cache.close()
-    assert parked(manager) == [0, 0]
-    manager.check_integrity()
-
-
-def test_a_parked_cache_that_was_torn_is_lost_and_says_so(make_parking: MakeDisk, tmp_path: Path) -> None:
-    manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
-    other = manager.open("x", PROMPT, max_reuse=0)  # nothing of it is left in the pools
-    write(manager, other, [7] * 32, 32)
-    other.close()
-    shelves = manager._books.host._disk.shelves  # type: ignore[attr-defined]
-    shelves[0]._writer.submit(int).result()
-    for shelf in shelves:
-        shelf._forget_written()
-    for path in (tmp_path / "kv0").glob("group0-*.kv"):
-        content = bytearray(path.read_bytes())
-        at = content.index(b"kvparked")
-        content[at + 70] ^= 1
-        path.write_bytes(content)
-    counts = manager.counts()
-    with pytest.raises(CacheLostError, match="compute it again"):
-        cache.resume(PROMPT)
-    assert cache.suspended
-    assert manager.counts() == counts
-    cache.close()
-    assert parked(manager) == [0, 0]
-    manager.check_integrity()
-
-
-def test_without_room_on_disk_either_nothing_is_suspended(make_parking: MakeDisk) -> None:
-    manager = make_parking(disk=4)
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert not cache.suspend()
-    assert parked(manager) == [0, 0]
-    assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
 
 
 def test_parked_records_end_with_the_process(tmp_path: Path, writer: ThreadPoolExecutor) -> None:
