@@ -317,10 +317,10 @@ class ManagerMachine(ManagerModel):
 
     @invariant()
     def conserved(self) -> None:
-        counts = self.manager.counts()
-        held = sum(len(slots) for slots in self._held())
-        assert counts.total == sum(self.quota)
-        slots_nbytes = sum(n * layout.slot_nbytes for n, layout in zip(self.quota, self.layouts, strict=True))
+        counts, quotas, held_slots = self.manager.counts(), self.quota, self._held()
+        held = sum(len(slots) for slots in held_slots)
+        assert counts.total == sum(quotas)
+        slots_nbytes = sum(n * slot_nbytes for n, slot_nbytes in zip(quotas, self.slot_nbytes, strict=True))
         assert slots_nbytes <= self._nbytes(BLOCKS)
         assert counts.free == counts.total - held
         assert counts.cached <= counts.free
@@ -328,7 +328,7 @@ class ManagerMachine(ManagerModel):
         assert counts.quarantined == sum(len(slots) for slots in self._slots_of(self.quarantines))
         if self.typical is not None:
             return
-        room = [quota - len(slots) for quota, slots in zip(self.quota, self._held(), strict=True)]
+        room = [quota - len(slots) for quota, slots in zip(quotas, held_slots, strict=True)]
         most = min(slots for group, slots in enumerate(room) if group not in self.states) * SIZE
         if any(room[group] == 0 for group in self.states):
             most = 0

@@ -99,6 +99,8 @@ class ManagerModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.slot_nbytes = [layout.slot_nbytes for layout in self.layouts]
+        self.states = [group for group, layout in enumerate(self.layouts) if layout.kind.is_state]
         self.connector = MemoryConnector()
         self.has_below = bool(self.host_blocks or self.external)
         self.manager = create_manager(
@@ -250,17 +252,12 @@ class ManagerModel(RuleBasedStateMachine):
             return self._quota
         return [counts.total for counts in self.manager.group_counts()]
 
-    @property
-    def states(self) -> list[int]:
-        return [group for group, layout in enumerate(self.layouts) if layout.kind.is_state]
-
     def _owns_state(self, live: Live) -> bool:
         """Whether its states are its own to write; a cache that begins with a snapshot has none before it grows."""
         return live.resumed or live.cache.capacity > live.cache.reused
 
     def _nbytes(self, blocks: int) -> int:
-        counts = slot_counts(self.layouts, blocks)
-        return sum(count * layout.slot_nbytes for count, layout in zip(counts, self.layouts, strict=True))
+        return nbytes_of(self.layouts, blocks)
 
     def _seen(self) -> object:
         lengths = [(c.cache.committed, c.cache.history, c.cache.capacity, self._tables(c)) for c in self.live]
@@ -277,6 +274,12 @@ class ManagerModel(RuleBasedStateMachine):
         """What is withheld has been claimed."""
         for ours, counters in zip(self.generations, self.counters, strict=True):
             np.maximum(ours, counters, out=ours)
+
+
+@functools.cache
+def nbytes_of(layouts: tuple[KVLayout, ...], blocks: int) -> int:
+    counts = slot_counts(layouts, blocks)
+    return sum(count * layout.slot_nbytes for count, layout in zip(counts, layouts, strict=True))
 
 
 def pick(among: list[T], which: int) -> T:
