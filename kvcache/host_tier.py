@@ -18,6 +18,7 @@ from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule, lead_group
 from kvferry.kvcache.parked import Parked, StoredRows
 from kvferry.kvcache.pool import allocate_zeros, blocks_for_budget, slot_counts
+from kvferry.kvcache.rows import copy_rows
 
 
 class Shelf:
@@ -112,7 +113,7 @@ class Shelf:
     def park(self, sources: Sequence[int], rows: torch.Tensor) -> list[int]:
         """Copies slots of `rows` to slots of their own; there must be `room`."""
         slots = [self._take_one() for _ in sources]
-        _copy(self.rows, slots, rows, sources)
+        copy_rows(self.rows, slots, rows, sources)
         return slots
 
     def unpark(self, slots: Iterable[int]) -> None:
@@ -161,12 +162,6 @@ class Shelf:
         assert sorted(slots) == list(range(self.num_slots)), "a slot of the host tier is lost or stands twice"
         if self._below is not None:
             self._below.check_integrity()
-
-
-def _copy(to_rows: torch.Tensor, to: Sequence[int], from_rows: torch.Tensor, sources: Sequence[int]) -> None:
-    if to:
-        moved = from_rows[torch.tensor(sources, device=from_rows.device)]
-        to_rows[torch.tensor(to, device=to_rows.device)] = moved.to(to_rows.device)
 
 
 class HostParked(Parked):

@@ -10,6 +10,7 @@ import torch
 from kvferry.core import AxisOrder, ConfigError, KVLayout
 from kvferry.kvcache.base import KVPool
 from kvferry.kvcache.page_log import PageChange, PageLog
+from kvferry.kvcache.rows import copy_rows
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes -> uint8 tensor, zero-filled and page-aligned: where pools live, when a transceiver needs to say so."""
@@ -186,10 +187,7 @@ class Pages:
 
     def write(self, group: int, slots: Sequence[int], rows: torch.Tensor, sources: Sequence[int]) -> None:
         """Copies rows of another tier to claimed slots."""
-        if slots:
-            moved = rows[torch.tensor(sources, device=rows.device)]
-            pool = self._rows[group]
-            pool[torch.tensor(slots, device=pool.device)] = moved.to(pool.device)
+        copy_rows(self._rows[group], slots, rows, sources)
 
     def copy(self, group: int, source: int, slot: int) -> None:
         rows = self._rows[group]
