@@ -11,9 +11,11 @@ from kvferry.core import GroupKind, KVLayout
 from kvferry.kvcache import KVCache, KVCacheManager, create_manager
 
 # Random histories per state machine; `make fuzz` selects the deeper profile.
-settings.register_profile("fuzz", max_examples=20_000)
+DEEPER = "fuzz"
+settings.register_profile(DEEPER)
 SEQUENCES = 2_000
 FEW = 100
+TIMES_DEEPER = {SEQUENCES: 10, FEW: 20}
 
 MakeManager = Callable[..., KVCacheManager]
 Serve = Callable[..., KVCache]
@@ -85,10 +87,20 @@ def few_histories() -> settings:
     return _histories(FEW)
 
 
+def _fuzzing() -> bool:
+    return settings.get_current_profile_name() == DEEPER
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The deeper profile takes as long as it takes."""
+    if _fuzzing():
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0), append=False)
+
+
 def _histories(count: int) -> settings:
-    fuzzing = settings.get_current_profile_name() == "fuzz"
     return settings(
-        max_examples=settings().max_examples if fuzzing else count,
+        max_examples=count * TIMES_DEEPER[count] if _fuzzing() else count,
         stateful_step_count=30,
         deadline=None,
         phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
