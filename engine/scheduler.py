@@ -200,7 +200,9 @@ class BatchScheduler(ABC, Generic[L]):
         if now - self._reading[1] > READ_AHEAD_S:
             return True  # others keep pushing it out again
         if sequence.cache is not None:
-            return sequence.cache.prepare_resume()
+            # Nothing is read before there is room for it: it would wait in memory for longer than it takes to read.
+            room = self.manager.can_reserve(len(sequence.tokens), ahead=self._settings.step_token_budget)
+            return not room or sequence.cache.prepare_resume()
         return self.manager.prefetch(sequence.request.scope, sequence.tokens)
 
     def _open_cache(
