@@ -34,7 +34,7 @@ from kvferry.kvcache import KVCache, KVCacheManager, OutOfBlocksError
 logger = logging.getLogger(__name__)
 
 READ_AHEAD_S = 5.0
-"""How long a waiting sequence is read for in the background; what is lacking then is read when it starts."""
+"""How long the prefix of a waiting sequence is read in the background; what is lacking then is read when it starts."""
 
 L = TypeVar("L", bound=Enum)
 Emit = Callable[[int, object], None]
@@ -194,15 +194,15 @@ class BatchScheduler(ABC, Generic[L]):
 
     def _read_ahead(self, sequence: Sequence[L]) -> bool:
         """Whether what a waiting sequence needs from disk is in memory: reading it must not hold up those that run."""
+        if sequence.cache is not None:
+            # Nothing is read before there is room for it: it would wait in memory for longer than it takes to read.
+            room = self.manager.can_reserve(len(sequence.tokens), ahead=self._settings.step_token_budget)
+            return not room or sequence.cache.prepare_resume()
         now = time.monotonic()
         if self._reading is None or self._reading[0] != sequence.key:
             self._reading = (sequence.key, now)
         if now - self._reading[1] > READ_AHEAD_S:
             return True  # others keep pushing it out again
-        if sequence.cache is not None:
-            # Nothing is read before there is room for it: it would wait in memory for longer than it takes to read.
-            room = self.manager.can_reserve(len(sequence.tokens), ahead=self._settings.step_token_budget)
-            return not room or sequence.cache.prepare_resume()
         return self.manager.prefetch(sequence.request.scope, sequence.tokens)
 
     def _open_cache(
