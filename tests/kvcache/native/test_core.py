@@ -16,6 +16,8 @@ from kv_model import WHICH
 
 from kvferry.core import ConfigError, GroupKind, KVLayout, block_digests
 from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
+from kvferry.kvcache.core_v2 import CORES, CoreCache
+from kvferry.kvcache.groups import GroupRule, Keeps
 from kvferry.kvcache.native import core
 
 SIZE = 4
@@ -275,6 +277,39 @@ def test_both_cores_take_the_same_decisions_for_long(machine: type[Lockstep], hi
 @pytest.mark.timeout(1800)
 def test_both_cores_take_the_same_decisions_with_states(few_histories: settings) -> None:
     run_state_machine_as_test(HybridLockstep, settings=few_histories)
+
+
+def test_both_cores_keep_the_slabs_of_a_large_pool_alike() -> None:
+    """Free runs of tens of thousands of slots, cut and joined in their middle."""
+    rng, slots, per_slab = random.Random(0), 300_000, 10
+    rules = [GroupRule(Keeps.ALL, 0, SIZE)]
+    ledgers = [CORES.get(name)(rules, [slots], True, False, [per_slab]) for name in ("cpp", "python")]
+    withheld: set[int] = set()
+    caches: list[list[CoreCache]] = []
+    for _ in range(200):
+        slab = rng.choice([*withheld]) if withheld and rng.random() < 0.3 else rng.randrange(slots // per_slab)
+        its = range(slab * per_slab, (slab + 1) * per_slab)
+        if slab in withheld:
+            withheld.remove(slab)
+            for ledger in ledgers:
+                ledger.give_back(0, its)
+        elif (False, slab) in ledgers[0].first_idle_slabs(0, slots):
+            withheld.add(slab)
+            for ledger in ledgers:
+                ledger.withhold(0, its)
+        if rng.random() < 0.3:
+            opened = [ledger.open(bytes(32), array("I"), 0) for ledger in ledgers]
+            blocks = rng.randrange(1, 2_000)
+            assert opened[0].grow(blocks, blocks) == opened[1].grow(blocks, blocks)
+            caches.append(opened)
+        elif caches and rng.random() < 0.3:
+            for cache in caches.pop(rng.randrange(len(caches))):
+                cache.close()
+        assert ledgers[0].idle_slabs(0) == ledgers[1].idle_slabs(0)
+        assert ledgers[0].first_idle_slabs(0, 50) == ledgers[1].first_idle_slabs(0, 50)
+    assert len(withheld) > 20
+    assert ledgers[0].counts() == ledgers[1].counts()
+    ledgers[0].check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(3))
