@@ -256,21 +256,26 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
             arrival.load_id = self._loader.start(
                 part.handle,
                 sequence.digest(part.stop),
-                self._tables(sequence),
+                self._tables(sequence, start),
                 TokenRange(start, part.stop),
                 lambda outcome: self._loaded(sequence.key, part, outcome),
             )
         except TransferError as error:
             self._loaded(sequence.key, part, LoadOutcome(error=str(error)))
 
-    def _tables(self, sequence: DecodeSequence) -> tuple[BlockTable, ...]:
+    def _tables(self, sequence: DecodeSequence, start: int) -> tuple[BlockTable, ...]:
+        """A window begins with the block to be filled first: that of position `start`, unless it lacks more."""
         cache = sequence.cache
         if cache is None:
             return ()
-        return tuple(
-            BlockTable(tuple(cache.block_table(group)), (), cache.first_block(group))
-            for group in range(len(self.manager.pools))
-        )
+        tables = []
+        for group, pool in enumerate(self.manager.pools):
+            ids, first = tuple(cache.block_table(group)), cache.first_block(group)
+            if pool.layout.window is not None and not cache.lacks_windows:
+                filled = max(0, start // pool.layout.tokens_per_block - first)
+                ids, first = ids[filled:], first + filled
+            tables.append(BlockTable(ids, (), first))
+        return tuple(tables)
 
     def _loaded(self, key: int, part: HandOffPart, outcome: LoadOutcome) -> None:
         """A part has come, or failed; pages that nobody waits for any more are given back."""

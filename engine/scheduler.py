@@ -206,7 +206,9 @@ class BatchScheduler(ABC, Generic[L]):
         in_parts: whether they come bit by bit, each with what a window held then, so that it needs room for all."""
         tokens, scope = sequence.tokens, sequence.request.scope
         loaded = len(tokens) - uncomputed if loads else 0
-        cache = self.manager.open(scope, tokens, max_reuse=len(tokens) - uncomputed, min_partial=min_partial)
+        cache = self.manager.open(
+            scope, tokens, max_reuse=len(tokens) - uncomputed, min_partial=min_partial, loads=loads
+        )
         try:
             cache.reserve(len(tokens), loaded=loaded, ahead=None if in_parts else self._settings.step_token_budget)
         except OutOfBlocksError:

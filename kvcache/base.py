@@ -106,6 +106,12 @@ class KVCache(ABC):
         """Tokens found in the prefix cache when it was opened; all three lengths start there (but committed ends with
         the last whole block)."""
 
+    @property
+    @abstractmethod
+    def lacks_windows(self) -> bool:
+        """Whether it was opened to be loaded and starts with a prefix of which windows and states hold nothing: a load
+        must bring what positions behind it look back to, too. Until that has been committed."""
+
     @abstractmethod
     def reserve(self, capacity: int, *, loaded: int = 0, ahead: int | None = None) -> None:
         """Raises capacity to at least `capacity` tokens. Atomic: OutOfBlocksError leaves everything as it was.
@@ -209,14 +215,24 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def open(
-        self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
+        self,
+        scope: str,
+        token_ids: Sequence[int],
+        *,
+        max_reuse: int,
+        priority: int = 0,
+        min_partial: int = 0,
+        loads: bool = False,
     ) -> KVCache:
         """A cache for a sequence beginning with `token_ids`, its longest published prefix of at most `max_reuse`
         tokens already in it (0: none). A worker that must sample passes len(token_ids) - 1.
 
         What it publishes or reuses is evicted after everything of lower `priority`. Where the next block shares at
         least `min_partial` tokens with a published one (0: whole blocks only), a manager that can copies that one and
-        reuses these tokens too; history then ends within a block that is not committed yet."""
+        reuses these tokens too; history then ends within a block that is not committed yet.
+
+        loads: the rest, up to `max_reuse`, will be loaded in one piece, and windows with it: where these lack blocks,
+        the prefix may be as long as the other groups can serve (see `KVCache.lacks_windows`)."""
 
     @abstractmethod
     def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:

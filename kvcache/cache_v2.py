@@ -33,11 +33,15 @@ class SharedV2:
 
 
 class CacheV2(TrackedCache):
-    def __init__(self, shared: SharedV2, scope: bytes, tokens: array[int], priority: int) -> None:
-        """tokens: those whose published blocks it may start with."""
-        self._core, restored = shared.books.open(scope, tokens, priority)
+    def __init__(self, shared: SharedV2, scope: bytes, tokens: array[int], priority: int, loaded: int) -> None:
+        """tokens: those whose published blocks it may start with. loaded: the position up to which it is loaded next
+        (0: it is not)."""
+        self._core, restored = shared.books.open(scope, tokens, priority, loaded)
         reused = self._core.published * shared.tokens_per_block
         super().__init__(shared.tokens_per_block, reused, shared.statistics)
+        if self._core.late:
+            self._loaded = loaded
+            self._near = min([reused, *self._late_starts(shared)])
         shared.statistics.restored_tokens += restored * shared.tokens_per_block
         self._shared = shared
         self._scope = scope
@@ -53,6 +57,15 @@ class CacheV2(TrackedCache):
         self._history = self._capacity = self._near = self._reused
         self._advanced(self._history)
 
+    def _late_starts(self, shared: SharedV2) -> list[int]:
+        """The position from which each window is to be loaded."""
+        windows = [group for group, rule in enumerate(shared.books.rules) if rule.is_window]
+        return [self._core.first_block(group) * shared.tokens_per_block for group in windows]
+
+    @property
+    def lacks_windows(self) -> bool:
+        return self._core.late
+
     def _views(self) -> tuple[Sequence[int], ...]:
         return tuple(self._core.table(group) for group in range(len(self._shared.books.rules)))
 
@@ -64,6 +77,7 @@ class CacheV2(TrackedCache):
 
     def snapshot(self) -> bool:
         self._check_open()
+        self._check_loaded()
         if self._history != self._committed or not self._history:
             raise CacheStateError(
                 f"snapshot: history is {self._history} tokens, {self._committed} are committed: only the end of a "
@@ -73,6 +87,8 @@ class CacheV2(TrackedCache):
 
     def pin(self) -> BlockHold:
         self._check_open()
+        if self._core.late:
+            self._check_loaded()  # positions below history have pages that nothing is in yet
         return self._hold(self._core.pin(self._blocks(self._history)))
 
     def quarantine(self) -> BlockHold:
@@ -121,13 +137,15 @@ class CacheV2(TrackedCache):
         return full
 
     def _park(self) -> bool:
+        if self._core.late:  # its windows may hold less than whole blocks, and cannot be published when it comes back
+            return False
         self._parked = self._shared.books.suspend(self._core, self._history)
         return self._parked is not None
 
     def _unpark(self, token_ids: Sequence[int]) -> None:
         assert self._parked is not None
         books, tokens = self._shared.books, array("I", token_ids[: self._committed])
-        core = books.ledger.open(self._scope, tokens, self._priority)
+        core = books.ledger.open(self._scope, tokens, self._priority, 0)
         shortage = books.resume(self._parked, core, self._history, tokens, self._shared.shares.relieve)
         if shortage is not None:
             raise self._out_of_blocks(*shortage)

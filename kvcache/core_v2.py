@@ -35,6 +35,11 @@ class CoreCache(Protocol):
     @property
     def published(self) -> int: ...
 
+    @property
+    def late(self) -> bool:
+        """Whether windows and states hold nothing yet of what the published blocks stand for: what later tokens need
+        of it is to be loaded. Until the next `publish`."""
+
     def first_block(self, group: int) -> int: ...
 
     def table(self, group: int) -> Sequence[int]:
@@ -87,8 +92,9 @@ Evictions = list[tuple[bytes, int, int]]
 class CoreLedger(Protocol):
     """The books of all pools. scope: the root digest of a request's prefixes; tokens: u32."""
 
-    def open(self, scope: bytes, tokens: array[int], priority: int) -> CoreCache:
-        """A cache that starts with the longest published prefix of `tokens`."""
+    def open(self, scope: bytes, tokens: array[int], priority: int, loaded: int) -> CoreCache:
+        """A cache that starts with the longest published prefix of `tokens`. loaded: the position up to which it will
+        be loaded next, for which it may start further on, and `late` (0: it will not be loaded)."""
 
     def match(self, scope: bytes, tokens: array[int]) -> int:
         """Blocks of the longest prefix every group can serve."""

@@ -130,6 +130,10 @@ class HybridCacheV1(KVCache):
     def reused(self) -> int:
         return self._blocks.reused
 
+    @property
+    def lacks_windows(self) -> bool:
+        return False
+
     def reserve(self, capacity: int, *, loaded: int = 0, ahead: int | None = None) -> None:
         lacking = capacity > 0 and not self.state and self in self._books.caches
         if lacking:
@@ -219,7 +223,14 @@ class HybridManagerV1(KVCacheManager):
         return self._blocks.match(scope, token_ids)
 
     def open(
-        self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
+        self,
+        scope: str,
+        token_ids: Sequence[int],
+        *,
+        max_reuse: int,
+        priority: int = 0,
+        min_partial: int = 0,
+        loads: bool = False,
     ) -> KVCache:
         return HybridCacheV1(self._states, self._blocks.open(scope, token_ids, max_reuse=max_reuse, priority=priority))
 

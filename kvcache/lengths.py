@@ -83,8 +83,13 @@ class TrackedCache(KVCache):
         full = blocks * self._tokens_per_block
         if len(token_ids) < full:
             raise CacheStateError(f"commit: {len(token_ids)} token ids for {full} tokens in full blocks")
-        if full > self._committed and not self._private:
+        late = self.lacks_windows and self._history >= self._loaded
+        if (full > self._committed or late) and not self._private:
             self._committed = self._publish(token_ids, blocks)
+
+    @property
+    def lacks_windows(self) -> bool:
+        return False
 
     def keep_private(self) -> None:
         self._check_open()

@@ -420,7 +420,14 @@ class ManagerV1(KVCacheManager):
         return self._ledger.match(scope_digest(scope), array("I", token_ids)) * self._ledger.tokens_per_block
 
     def open(
-        self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
+        self,
+        scope: str,
+        token_ids: Sequence[int],
+        *,
+        max_reuse: int,
+        priority: int = 0,
+        min_partial: int = 0,
+        loads: bool = False,
     ) -> KVCache:
         """V1 reuses whole blocks only, whatever `min_partial` says."""
         if max_reuse < 0:

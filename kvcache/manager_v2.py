@@ -82,13 +82,21 @@ class ManagerV2(KVCacheManager):
         return self._books.match(scope_digest(scope), array("I", token_ids)) * self._shared.tokens_per_block
 
     def open(
-        self, scope: str, token_ids: Sequence[int], *, max_reuse: int, priority: int = 0, min_partial: int = 0
+        self,
+        scope: str,
+        token_ids: Sequence[int],
+        *,
+        max_reuse: int,
+        priority: int = 0,
+        min_partial: int = 0,
+        loads: bool = False,
     ) -> KVCache:
         if max_reuse < 0:
             raise CacheStateError(f"max_reuse must be at least 0 tokens, got {max_reuse}")
         tokens = array("I", token_ids[:max_reuse] if self._shared.reuse else ())
-        cache = CacheV2(self._shared, scope_digest(scope), tokens, priority)
-        if min_partial and self._shared.reuse:
+        loaded = len(tokens) if loads else 0
+        cache = CacheV2(self._shared, scope_digest(scope), tokens, priority, loaded)
+        if min_partial and self._shared.reuse and not cache.lacks_windows:
             size = self._shared.tokens_per_block
             cache.begin_block(tokens[cache.reused : cache.reused + size], min_partial)
         self._shared.statistics.opened_one(len(token_ids), cache.reused)

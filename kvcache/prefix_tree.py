@@ -69,6 +69,23 @@ class PrefixTree:
 
     def find(self, scope: bytes, tokens: array[int]) -> list[Node]:
         """The longest published prefix of `tokens` that every group can serve, first block first."""
+        path = self._published(scope, tokens)
+        return path[: self._usable(path)]
+
+    def find_to_load(self, scope: bytes, tokens: array[int], loaded: int) -> tuple[list[Node], bool]:
+        """A prefix of `tokens` for a cache that will be loaded up to position `loaded`, and whether what windows and
+        states lack of it must be loaded too: then it goes as far as the groups that keep all blocks can serve it.
+
+        Only where every window must be loaded whole in either case, and something is left to load besides."""
+        path = self._published(scope, tokens)
+        usable = self._usable(path)
+        far = path[: (loaded - 1) // self._tokens_per_block]
+        starts = [group.rule.first_live_block(loaded) for group in self._windows if group.rule.is_window]
+        late = len(far) > usable and all(usable <= start for start in starts)
+        return (far if late else path[:usable]), late
+
+    def _published(self, scope: bytes, tokens: array[int]) -> list[Node]:
+        """The longest prefix of `tokens` that is published at all, which is what groups that keep all blocks have."""
         node = self._roots.get(scope)
         path: list[Node] = []
         size = self._tokens_per_block
@@ -77,7 +94,7 @@ class PrefixTree:
             if node is None:
                 break
             path.append(node)
-        return path[: self._usable(path)]
+        return path
 
     def _usable(self, path: Sequence[Node]) -> int:
         """How many blocks of `path` all groups can serve: a window must have the last few without a gap."""

@@ -17,18 +17,24 @@ if TYPE_CHECKING:
 class PythonCache:
     """A `CoreCache`. Blocks below index `_published` are in the tree under `_tip` and its ancestors, and are only
     read; those behind belong to this cache alone. A window's table starts at `_first`, which rises as blocks go stale.
+    While the cache is `late`, windows and states hold nothing published: all of theirs is this cache's own.
     """
 
-    def __init__(self, ledger: PythonLedger, root: Node, path: Sequence[Node], priority: int) -> None:
-        """path: the published prefix to start with. Its blocks are held from here on."""
+    def __init__(
+        self, ledger: PythonLedger, root: Node, path: Sequence[Node], priority: int, late_until: int | None
+    ) -> None:
+        """path: the published prefix to start with. Its blocks are held from here on. late_until: the position up to
+        which windows and states will be loaded; None where they hold their part of the path."""
         self._ledger = ledger
         self._priority = priority
         self._published = len(path)
         self._tip = path[-1] if path else root
-        history = len(path) * ledger.tokens_per_block
+        self._late = late_until is not None
+        history = len(path) * ledger.tokens_per_block if late_until is None else late_until
         self._first = [group.rule.first_live_block(history) for group in ledger.groups]
         self._tables = [
-            _hold_path(group, path[first:]) for group, first in zip(ledger.groups, self._first, strict=True)
+            _hold_path(group, () if self._late and not group.rule.keeps_all else path[first:])
+            for group, first in zip(ledger.groups, self._first, strict=True)
         ]
         for group in ledger.groups:
             if group.rule.is_state:
@@ -43,6 +49,10 @@ class PythonCache:
     @property
     def published(self) -> int:
         return self._published
+
+    @property
+    def late(self) -> bool:
+        return self._late
 
     def first_block(self, group: int) -> int:
         return self._first[group]
@@ -107,6 +117,8 @@ class PythonCache:
 
     def publish(self, tokens: array[int], blocks: int, history: int) -> None:
         size, tree, tip = self._ledger.tokens_per_block, self._ledger.tree, self._tip
+        if self._late:
+            self._fill_in()
         assert len(tokens) == (blocks - self._published) * size, "the tokens do not fit the blocks"
         for index in range(self._published, blocks):
             at = (index - self._published) * size
@@ -121,6 +133,21 @@ class PythonCache:
         self._tip, self._published = tip, blocks
         for group in self._windows:
             self._drop_before(group, group.rule.first_live_block(history))
+
+    def _fill_in(self) -> None:
+        """What was loaded of windows becomes part of the published blocks the cache started with."""
+        self._late = False
+        node, index = self._tip, self._published - 1
+        while node.parent is not None and any(self._first[group.index] <= index for group in self._windows):
+            mine: list[int | None] = [None] * len(self._tables)
+            for group in self._windows:
+                at = index - self._first[group.index]
+                if at >= 0:
+                    slot = mine[group.index] = self._tables[group.index][at]
+                    if node.slots[group.index] is None:
+                        self._ledger.tree.attach(node, group, slot)
+            self._swap(index, mine, node)
+            node, index = node.parent, index - 1
 
     def _swap(self, index: int, mine: Sequence[int | None], node: Node) -> None:
         """Another request published this block first: use its copy, give ours back (a pin may still keep it)."""
@@ -166,7 +193,10 @@ class PythonCache:
         return self._keep(HoldKind.PINNED, parts, self._first)
 
     def quarantine(self) -> SlotHold:
-        starts = [max(first, self._published) for first in self._first]
+        starts = [
+            first if self._late and group.rule.is_window else max(first, self._published)
+            for group, first in zip(self._ledger.groups, self._first, strict=True)
+        ]
         for group in self._states:
             starts[group.index] = 1 if self._has_snapshot_only(group) else 0
         parts = []
@@ -209,9 +239,10 @@ class PythonCache:
             assert first + len(table) == max(held, first), "a group holds too many or too few blocks"
             assert first <= group.rule.first_live_block(history), "a block that is still needed was dropped"
             assert first == 0 or not group.rule.keeps_all
-            for node, slot in zip(path[first:], table, strict=False):
+            published = [] if self._late and group.rule.is_window else path[first:]
+            for node, slot in zip(published, table, strict=False):
                 assert node.slots[group.index] == slot, "a committed block is not the published one"
-            for slot in table[max(0, len(path) - first) :]:
+            for slot in table[len(published) :]:
                 assert group.store.publication(slot) is None, "an uncommitted block is published"
 
 

@@ -36,8 +36,9 @@ class PythonLedger:
         self.caches = set()
         self.holds = set()
 
-    def open(self, scope: bytes, tokens: array[int], priority: int) -> PythonCache:
-        return PythonCache(self, self.tree.root(scope), self.tree.find(scope, tokens), priority)
+    def open(self, scope: bytes, tokens: array[int], priority: int, loaded: int) -> PythonCache:
+        path, late = self.tree.find_to_load(scope, tokens, loaded) if loaded else (self.tree.find(scope, tokens), False)
+        return PythonCache(self, self.tree.root(scope), path, priority, loaded if late else None)
 
     def match(self, scope: bytes, tokens: array[int]) -> int:
         return len(self.tree.find(scope, tokens))

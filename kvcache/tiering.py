@@ -115,12 +115,12 @@ class TieredBooks:
             if blocks:
                 shelf.keep(blocks, self.pages.rows(group))
 
-    def open(self, scope: bytes, tokens: array[int], priority: int) -> tuple[CoreCache, int]:
+    def open(self, scope: bytes, tokens: array[int], priority: int, loaded: int) -> tuple[CoreCache, int]:
         """A cache that starts with the longest prefix the pools and the tiers below can serve together, and how many
-        of its blocks came from below."""
-        core = self.ledger.open(scope, tokens, priority)
+        of its blocks came from below. loaded: see `CoreLedger.open`; what is late comes with the load."""
+        core = self.ledger.open(scope, tokens, priority, loaded)
         published = core.published
-        if self.host is not None:
+        if self.host is not None and not core.late:
             self._restore(self.host, core, scope, tokens)
         return core, core.published - published
 

@@ -174,10 +174,12 @@ class Transceiver(ABC):
         tokens: TokenRange,
         on_done: Callable[[LoadResult], None],
     ) -> int:
-        """Starts pulling positions `tokens` of the advertised cache into the local blocks `tables` (one per group,
-        block 0 first) and returns a load id at once. `on_done` is called exactly once. An empty range moves
-        nothing and only tells the source that it is done. Whatever is wrong with the handle or the peer comes as
-        `on_done` with an error, never as an exception; TransferError only once the transceiver is closed."""
+        """Starts pulling positions `tokens` of the advertised cache into the local blocks `tables` (one per group) and
+        returns a load id at once. The table of a window begins with the first block that is to be filled, which may
+        lie before `tokens`: then it lacks what those positions look back to, too. `on_done` is called exactly once. An
+        empty range moves nothing and only tells the source that it is done. Whatever is wrong with the handle or the
+        peer comes as `on_done` with an error, never as an exception; TransferError only once the transceiver is
+        closed."""
 
     @abstractmethod
     def cancel_load(self, load_id: int) -> CancelOutcome:

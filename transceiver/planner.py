@@ -102,7 +102,7 @@ def arrives_in_part(plan: TransferPlan, destination: RankInfo, tokens: TokenRang
     another request, which goes on from an earlier position, would."""
     layouts = [destination.layouts[span.share.destination_group] for span in plan.spans]
     return any(
-        span.tokens.start > tokens.start and span.tokens.start % layout.tokens_per_block and not layout.kind.is_state
+        span.tokens.start != tokens.start and span.tokens.start % layout.tokens_per_block and not layout.kind.is_state
         for span, layout in zip(plan.spans, layouts, strict=True)
     )
 
@@ -130,7 +130,7 @@ def group_spans(
     source: RankTables, destination: RankTables, tokens: TokenRange, *, horizon: int | None = None
 ) -> tuple[GroupSpan, ...]:
     """What of `tokens` moves in each share: all of it, less what a sliding window has dropped on either side, or will
-    have at the horizon."""
+    have at the horizon. Of a window whose table at the destination begins blocks before `tokens`, these move too."""
     if not len(tokens):
         return ()
     for name, side in (("source", source), ("destination", destination)):
@@ -143,8 +143,10 @@ def group_spans(
             spans.append(GroupSpan(share, tokens))
             continue
         held = max(_first_position(source, share.source_group), _first_position(destination, share.destination_group))
-        start = max(tokens.start, held)
-        needed = max(tokens.start, oldest_needed(layout, tokens.stop if horizon is None else horizon))
+        table = destination.tables[share.destination_group]
+        begin = lacks_from(layout, table, tokens) if horizon is None else tokens.start
+        start = max(begin, held)
+        needed = max(begin, oldest_needed(layout, tokens.stop if horizon is None else horizon))
         if start > needed and needed < tokens.stop:
             raise TransferError(
                 f"layer group {share.destination_group}: positions [{needed}, {start}) are needed but no longer held"
@@ -157,15 +159,28 @@ def group_spans(
 
 def expected_nbytes(source: RankTables, reader: RankInfo, tokens: TokenRange) -> tuple[int, int]:
     """The fewest and the most bytes that `reader` may take of `tokens`, as the source reckons. They differ only where
-    a sliding window lets the reader leave out positions that its next token cannot see."""
+    a sliding window lets the reader leave out positions that its next token cannot see, or lacks some before `tokens`
+    that it can."""
     least = most = 0
     for share in group_shares(source.rank, reader) if len(tokens) else ():
-        layout = source.rank.layouts[share.source_group]
-        held = max(tokens.start, _first_position(source, share.source_group))
-        needed = max(held, oldest_needed(layout, tokens.stop))
-        most += span_nbytes(layout, share, TokenRange(min(held, tokens.stop), tokens.stop))
+        layout, held = source.rank.layouts[share.source_group], _first_position(source, share.source_group)
+        oldest = oldest_needed(layout, tokens.stop)
+        size = reader.layouts[share.destination_group].tokens_per_block
+        furthest = tokens.start if layout.window is None else min(tokens.start, oldest // size * size)
+        needed = max(tokens.start, held, oldest)
+        most += span_nbytes(layout, share, TokenRange(min(max(held, furthest), tokens.stop), tokens.stop))
         least += span_nbytes(layout, share, TokenRange(min(needed, tokens.stop), tokens.stop))
     return least, most
+
+
+def lacks_from(layout: KVLayout, table: BlockTable, tokens: TokenRange) -> int:
+    """The position that a load of `tokens` into `table` begins with: theirs, or, where the table of a window begins
+    blocks before them, that of the first block which the token behind them looks back to."""
+    size = layout.tokens_per_block
+    if layout.window is None or table.first_block * size > tokens.start - size:
+        return tokens.start
+    oldest = oldest_needed(layout, tokens.stop) // size
+    return min(tokens.start, max(table.first_block, oldest) * size)
 
 
 def oldest_needed(layout: KVLayout, next_position: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvferry.core import AxisOrder, BlockTable, KVLayout, OverloadedError, TokenRange
 from kvferry.kvcache import KVPool
 from kvferry.kvcache.free_slots import FreeSlots
+from kvferry.transceiver.planner import lacks_from
 from kvferry.transceiver.wire_format import decode, encode
 
 
@@ -30,8 +31,8 @@ class WirePools:
         self._free = [FreeSlots(pool.num_blocks) for pool in wire]
 
     def take(self, tables: Sequence[BlockTable], tokens: TokenRange) -> WireSlots:
-        """A slot for every block of `tables` that holds some of `tokens`. Raises OverloadedError, nothing taken, when
-        there are too few."""
+        """A slot for every block of `tables` that a load of `tokens` touches. Raises OverloadedError, nothing taken,
+        when there are too few."""
         ranges = [_blocks(pool.layout, table, tokens) for pool, table in zip(self._stored, tables, strict=True)]
         with self._lock:
             for free, blocks in zip(self._free, ranges, strict=True):
@@ -46,6 +47,15 @@ class WirePools:
                 # Before they are overwritten: a reader who still trusts them can tell.
                 pool.generations[list(taken)] += 1
         return WireSlots(slots, tuple(blocks.start for blocks in ranges))
+
+    def covering(self, tables: Sequence[BlockTable], tokens: TokenRange) -> tuple[BlockTable, ...]:
+        """`tables` from the blocks on in which `tokens` begin."""
+        cut = []
+        for pool, table in zip(self._stored, tables, strict=True):
+            skipped = max(0, tokens.start // pool.layout.tokens_per_block - table.first_block)
+            ids, generations = table.block_ids[skipped:], table.generations[skipped:]
+            cut.append(BlockTable(ids, generations, table.first_block + skipped))
+        return tuple(cut)
 
     def give(self, taken: WireSlots) -> None:
         with self._lock:
@@ -67,20 +77,20 @@ class WirePools:
             encode(self._stored[group], blocks, self._wire[group], slots)
 
     def empty(self, taken: WireSlots, tables: Sequence[BlockTable], tokens: TokenRange) -> None:
-        """Writes the positions `tokens` from their slots to the blocks of `tables`, and no others."""
+        """Writes what was loaded for `tokens` from its slots to the blocks of `tables`, and no other position."""
         for group, (slots, first) in enumerate(zip(taken.slots, taken.first_blocks, strict=True)):
             pool, table = self._stored[group], tables[group]
             rows = decode(self._wire[group], slots).to(pool.view.dtype)
-            size = pool.layout.tokens_per_block
+            size, begin = pool.layout.tokens_per_block, lacks_from(pool.layout, table, tokens)
             axis = 3 if pool.layout.axis_order is AxisOrder.HEAD_TOKEN else 2  # of the tokens, in one block
             for index, block in enumerate(range(first, first + len(slots))):
-                start, stop = max(tokens.start, block * size), min(tokens.stop, (block + 1) * size)
+                start, stop = max(begin, block * size), min(tokens.stop, (block + 1) * size)
                 target = pool.view[table.block_ids[block - table.first_block]]
                 within = (start - block * size, stop - start)
                 target.narrow(axis, *within).copy_(rows[index].narrow(axis, *within))
 
 
 def _blocks(layout: KVLayout, table: BlockTable, tokens: TokenRange) -> range:
-    """The block indices of `table` that hold some of `tokens`."""
-    first = max(table.first_block, tokens.start // layout.tokens_per_block)
+    """The block indices of `table` that a transfer of `tokens` touches."""
+    first = max(table.first_block, lacks_from(layout, table, tokens) // layout.tokens_per_block)
     return range(first, max(first, layout.blocks_for(tokens.stop))) if len(tokens) else range(first, first)

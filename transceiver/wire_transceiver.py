@@ -54,14 +54,15 @@ class WireTransceiver(Transceiver, ControlTarget):
         self, hold: BlockHold, tokens: TokenRange, tokens_digest: bytes, on_release: Callable[[], None]
     ) -> bytes:
         """OverloadedError when too many hand-offs are open."""
-        taken = self._pools.take(hold.tables, tokens)
+        tables = self._pools.covering(hold.tables, tokens)
+        taken = self._pools.take(tables, tokens)
 
         def released() -> None:
             self._pools.give(taken)
             on_release()
 
         try:
-            self._pools.fill(taken, hold.tables)
+            self._pools.fill(taken, tables)
             return self._inner.advertise(_WireHold(self._pools.tables(taken)), tokens, tokens_digest, released)
         except KVFerryError:
             self._pools.give(taken)

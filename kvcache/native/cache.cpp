@@ -7,15 +7,19 @@
 
 namespace kvferry {
 
-Cache::Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priority priority)
+Cache::Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priority priority,
+             std::optional<std::int64_t> late_until)
     : ledger_(ledger),
       priority_(priority),
       published_(static_cast<std::int64_t>(path.size())),
+      late_(late_until.has_value()),
       tip_(path.empty() ? root : path.back()),
       tables_(ledger.groups_.size()) {
+  const std::int64_t history = late_until.value_or(published_ * ledger_.tokens_per_block_);
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     LayerGroup& rule = ledger_.groups_[group];
-    first_.push_back(rule.first_live_block(published_ * ledger_.tokens_per_block_, ledger_.tokens_per_block_));
+    first_.push_back(rule.first_live_block(history, ledger_.tokens_per_block_));
+    if (late_ && !rule.keeps_all()) continue;
     for (auto index = static_cast<std::size_t>(first_[group]); index < path.size(); ++index) {
       const Slot slot = path[index]->slots[group];
       ensure(slot != kNone, "the prefix found has a gap");
@@ -86,6 +90,7 @@ void Cache::advance(std::int64_t before, std::int64_t history) {
 
 void Cache::publish(Tokens tokens, std::int64_t blocks, std::int64_t history) {
   const auto size = static_cast<std::size_t>(ledger_.tokens_per_block_);
+  if (late_) fill_in();
   ensure(tokens.size() == size * static_cast<std::size_t>(blocks - published_), "the tokens do not fit the blocks");
   Node* tip = tip_;
   std::vector<Slot> mine(tables_.size());
@@ -104,6 +109,27 @@ void Cache::publish(Tokens tokens, std::int64_t blocks, std::int64_t history) {
   for (std::size_t group = 0; group < tables_.size(); ++group) {
     const LayerGroup& rule = ledger_.groups_[group];
     if (rule.is_window()) drop_before(group, rule.first_live_block(history, ledger_.tokens_per_block_));
+  }
+}
+
+// What was loaded of windows becomes part of the published blocks the cache started with.
+void Cache::fill_in() {
+  late_ = false;
+  const auto reaches = [&](std::size_t group, std::int64_t index) {
+    return ledger_.groups_[group].is_window() && first_[group] <= index;
+  };
+  Node* node = tip_;
+  for (std::int64_t index = published_ - 1; !ledger_.tree_.is_root(node); --index, node = node->parent) {
+    std::vector<Slot> mine(tables_.size(), kNone);
+    bool any = false;
+    for (std::size_t group = 0; group < tables_.size(); ++group) {
+      if (!reaches(group, index)) continue;
+      any = true;
+      mine[group] = tables_[group].at(index - first_[group]);
+      if (node->slots[group] == kNone) ledger_.tree_.attach(node, group, mine[group]);
+    }
+    if (!any) return;
+    swap(index, mine, node);
   }
 }
 
@@ -194,7 +220,8 @@ std::shared_ptr<Hold> Cache::quarantine() {
       kept.push_back(has_snapshot_only(group) ? std::vector<Slot>{} : std::exchange(table, {}));
       continue;
     }
-    starts.push_back(std::max(first_[group], published_));
+    const bool own = late_ && ledger_.groups_[group].is_window();
+    starts.push_back(own ? first_[group] : std::max(first_[group], published_));
     const auto cut = table.begin() + std::min(starts[group] - first_[group], static_cast<std::int64_t>(table.size()));
     kept.emplace_back(cut, table.end());
     table.erase(cut, table.end());
@@ -234,8 +261,9 @@ void Cache::check_integrity(std::int64_t history, std::int64_t blocks, std::int6
     ensure(first_[group] <= rule.first_live_block(history, ledger_.tokens_per_block_),
            "a block that is still needed was dropped");
     ensure(first == 0 || !rule.keeps_all(), "a group that keeps all blocks dropped one");
+    const bool own = late_ && rule.is_window();
     for (std::size_t index = 0; index < table.size(); ++index) {
-      if (first + index < path.size()) {
+      if (!own && first + index < path.size()) {
         ensure(path[first + index]->slots[group] == table[index], "a committed block is not the published one");
       } else {
         ensure(rule.store.publication(table[index]) == nullptr, "an uncommitted block is published");

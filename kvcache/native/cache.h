@@ -16,10 +16,14 @@ struct SlotCopy {
 // state group holds one slot at most: the live one, or the snapshot to start from until `grow` gets a live one.
 class Cache : public std::enable_shared_from_this<Cache> {
  public:
-  // path: the published prefix to start with. Its blocks are held from here on.
-  Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priority priority);
+  // path: the published prefix to start with. Its blocks are held from here on. late_until: the position up to which
+  // windows and states will be loaded; none where they hold their part of the path.
+  Cache(Ledger& ledger, Node* root, const std::vector<Node*>& path, Priority priority,
+        std::optional<std::int64_t> late_until);
 
   std::int64_t published() const { return published_; }
+  // Whether windows and states hold nothing published: all of theirs is this cache's own, until the next `publish`.
+  bool late() const { return late_; }
   std::int64_t first_block(std::size_t group) const { return first_.at(group); }
   const std::vector<Slot>& table(std::size_t group) const { return tables_.at(group); }
 
@@ -50,6 +54,7 @@ class Cache : public std::enable_shared_from_this<Cache> {
   void check_integrity(std::int64_t history, std::int64_t blocks, std::int64_t near) const;
 
  private:
+  void fill_in();
   void swap(std::int64_t index, const std::vector<Slot>& mine, const Node* node);
   bool has_snapshot_only(std::size_t group) const;
   void check_state(std::size_t group) const;
@@ -58,6 +63,7 @@ class Cache : public std::enable_shared_from_this<Cache> {
   Ledger& ledger_;
   Priority priority_;
   std::int64_t published_;
+  bool late_;
   Node* tip_;
   std::vector<std::int64_t> first_;
   Slots tables_;

@@ -24,9 +24,11 @@ Ledger::Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_bloc
       reuse_(reuse),
       tree_(groups_, tokens_per_block, journal) {}
 
-std::shared_ptr<Cache> Ledger::open(const Digest& scope, Tokens tokens, Priority priority) {
+std::shared_ptr<Cache> Ledger::open(const Digest& scope, Tokens tokens, Priority priority, std::int64_t loaded) {
   Node* root = tree_.root(scope);
-  auto cache = std::make_shared<Cache>(*this, root, tree_.find(scope, tokens), priority);
+  const auto [path, late] =
+      loaded > 0 ? tree_.find_to_load(scope, tokens, loaded) : std::pair(tree_.find(scope, tokens), false);
+  auto cache = std::make_shared<Cache>(*this, root, path, priority, late ? std::optional(loaded) : std::nullopt);
   caches_.insert(cache);
   return cache;
 }

@@ -39,7 +39,8 @@ class Ledger {
   Ledger(const std::vector<GroupSpec>& specs, std::int64_t tokens_per_block, bool reuse, bool journal);
   Ledger(const Ledger&) = delete;
 
-  std::shared_ptr<Cache> open(const Digest& scope, Tokens tokens, Priority priority);
+  // loaded: the position up to which the cache will be loaded next; 0 where it will not be.
+  std::shared_ptr<Cache> open(const Digest& scope, Tokens tokens, Priority priority, std::int64_t loaded);
   std::size_t match(const Digest& scope, Tokens tokens) { return tree_.find(scope, tokens).size(); }
   Slot available(std::size_t group) const { return groups_.at(group).store.available(); }
   Counts counts() const;

@@ -116,8 +116,9 @@ void bind_ledger(py::module_& module) {
            py::arg("groups"), py::arg("tokens_per_block"), py::arg("reuse"), py::arg("journal") = false)
       .def(
           "open",
-          [](Ledger& ledger, const py::bytes& scope, const py::buffer& tokens, Priority priority) {
-            return with_tokens(tokens, [&](Tokens view) { return ledger.open(digest_of(scope), view, priority); });
+          [](Ledger& ledger, const py::bytes& scope, const py::buffer& tokens, Priority priority, std::int64_t loaded) {
+            return with_tokens(tokens,
+                               [&](Tokens view) { return ledger.open(digest_of(scope), view, priority, loaded); });
           },
           py::keep_alive<0, 1>())
       .def("match",
@@ -143,6 +144,7 @@ void bind_ledger(py::module_& module) {
 void bind_cache(py::module_& module) {
   py::class_<Cache, std::shared_ptr<Cache>>(module, "Cache")
       .def_property_readonly("published", &Cache::published)
+      .def_property_readonly("late", &Cache::late)
       .def("first_block", &Cache::first_block)
       .def(
           "table",

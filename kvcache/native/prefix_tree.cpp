@@ -51,6 +51,24 @@ Node* PrefixTree::root(const Digest& scope) {
 }
 
 std::vector<Node*> PrefixTree::find(const Digest& scope, Tokens tokens) {
+  std::vector<Node*> path = published(scope, tokens);
+  path.resize(usable(path));
+  return path;
+}
+
+std::pair<std::vector<Node*>, bool> PrefixTree::find_to_load(const Digest& scope, Tokens tokens, std::int64_t loaded) {
+  std::vector<Node*> path = published(scope, tokens);
+  const std::size_t served = usable(path);
+  const std::size_t far = std::min(path.size(), static_cast<std::size_t>((loaded - 1) / tokens_per_block_));
+  const bool late = far > served && std::all_of(windows_.begin(), windows_.end(), [&](std::size_t group) {
+    const LayerGroup& rule = groups_[group];
+    return !rule.is_window() || static_cast<std::int64_t>(served) <= rule.first_live_block(loaded, tokens_per_block_);
+  });
+  path.resize(late ? far : served);
+  return {std::move(path), late};
+}
+
+std::vector<Node*> PrefixTree::published(const Digest& scope, Tokens tokens) {
   std::vector<Node*> path;
   auto found = nodes_.find(scope);
   const std::size_t size = tokens_per_block_;
@@ -58,7 +76,6 @@ std::vector<Node*> PrefixTree::find(const Digest& scope, Tokens tokens) {
     found = nodes_.find(block_digest(found->first, tokens.subspan(start, size)));
     if (found != nodes_.end()) path.push_back(&found->second);
   }
-  path.resize(usable(path));
   return path;
 }
 

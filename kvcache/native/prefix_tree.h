@@ -78,6 +78,10 @@ class PrefixTree {
   Node* root(const Digest& scope);
   // The longest published prefix of at most tokens.size() that every group can serve, first block first.
   std::vector<Node*> find(const Digest& scope, Tokens tokens);
+  // A prefix of `tokens` for a cache that will be loaded up to position `loaded`, and whether what windows and states
+  // lack of it must be loaded too (late): then it goes as far as the groups that keep all blocks can serve it. Only
+  // where every window must be loaded whole in either case, and something is left to load besides.
+  std::pair<std::vector<Node*>, bool> find_to_load(const Digest& scope, Tokens tokens, std::int64_t loaded);
   // The child of `parent` that holds `tokens`, made of `slots` as far as it lacks any.
   Node* publish(Node* parent, Tokens tokens, const std::vector<Slot>& slots, Priority priority);
   // The child of `node` that begins with most of `tokens`, and how many those are, among its newest children; of
@@ -101,6 +105,8 @@ class PrefixTree {
   void check_integrity() const;
 
  private:
+  // The longest prefix that is published at all, which is what groups that keep all blocks have.
+  std::vector<Node*> published(const Digest& scope, Tokens tokens);
   std::size_t usable(const std::vector<Node*>& path) const;
   void forget_subtree(Node* top);
   void evict_slot(Node* node, std::size_t group);

@@ -44,14 +44,15 @@ def test_decode_keeps_the_state_that_a_prompt_of_whole_blocks_ends_with() -> Non
     assert nbytes == 0
 
 
-def test_the_next_turn_moves_what_follows_decodes_last_snapshot_and_one_state() -> None:
+def test_the_next_turn_moves_what_follows_decodes_last_block_and_one_state() -> None:
+    """Whose state comes with the rest, so that it does not matter where decode took snapshots."""
     pair = Pair(states=True, snapshot_tokens=8)
     prompt = [3] * 10
     first, _ = answer(pair, prompt, count=12)
-    turn = [*prompt, *first, 4, 4, 4]  # decode computed up to 21: snapshots at 16
+    turn = [*prompt, *first, 4, 4, 4]  # decode computed up to 21: its last snapshot was at 16
     tokens, nbytes = answer(pair, turn)
     assert tokens == expected_output(turn, 8)
-    assert nbytes == (len(turn) - 16) * LAYOUT.token_nbytes + STATE.slot_nbytes
+    assert nbytes == (len(turn) - 20) * LAYOUT.token_nbytes + STATE.slot_nbytes
 
 
 @VERSIONS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import random_checkpoint
-from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS, OPT_IN_REUSE
+from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS, OPT_IN_REUSE, WITHOUT_REUSE
 from plain_cluster import PlainCluster
 
 from kvferry.core import DType, GroupKind, KVLayout, SamplingParams
@@ -40,6 +40,18 @@ class FamilyPair:
             layout.slot_nbytes
             if layout.kind.is_state
             else (tokens - self._oldest(layout, tokens)) * layout.token_nbytes
+            for layout in self.layouts
+        )
+
+    def warm_nbytes(self, tokens: int, held: int) -> int:
+        """Of a prompt whose first `held` tokens decode has in the groups that keep everything: the rest of these, and
+        of the others what the next token can look back to."""
+        if (self.name, self.manager) in WITHOUT_REUSE:
+            return self.cold_nbytes(tokens)
+        return sum(
+            layout.slot_nbytes
+            if layout.kind.is_state
+            else (tokens - (self._oldest(layout, tokens) or held)) * layout.token_nbytes
             for layout in self.layouts
         )
 
@@ -82,6 +94,7 @@ def pair(
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
+    """The same for seeds that are equal modulo 200."""
     return [3 + (7 * i + 31 * seed + i * i % 13) % 200 for i in range(length)]
 
 
@@ -113,6 +126,26 @@ def test_prompts_that_share_a_beginning_are_golden_on_either_worker(
         assert completed.route["transferred_bytes"] <= pair.cold_nbytes(len(prompt))
 
 
+def test_a_window_does_not_keep_decode_from_what_it_holds_of_the_rest(
+    pair: FamilyPair, reference: Any, assert_golden: Any
+) -> None:
+    """The same prompt, and another one that begins like it: blocks of full attention that are here do not move, though
+    the window was here only as it was at the end of the first."""
+    model = reference.load(pair.cluster.model_dir)
+    first = prompt_of(100, 171)
+    branch = first[:64] + prompt_of(41, 172)
+    for prompt, nbytes in (
+        (first, pair.cold_nbytes(100)),
+        (first, pair.warm_nbytes(100, held=96)),
+        (branch, pair.warm_nbytes(105, held=64)),
+        (branch, pair.warm_nbytes(105, held=96)),
+    ):
+        completed = pair.cluster.complete(prompt, GREEDY)
+        assert_golden(model, prompt, completed.token_ids)
+        assert completed.route["transferred_bytes"] == nbytes
+    pair.cluster.assert_baseline()
+
+
 def test_several_at_once_are_golden(pair: FamilyPair, reference: Any, assert_golden: Any) -> None:
     model = reference.load(pair.cluster.model_dir)
     prompts: Sequence[list[int]] = [prompt_of(length, 50 + length) for length in (5, 20, 31, 64, 99, 120)]
@@ -123,7 +156,7 @@ def test_several_at_once_are_golden(pair: FamilyPair, reference: Any, assert_gol
 
 @pytest.mark.parametrize("pair", [case for case in CASES if case[:2] == ("nemotron_h", "V2")], indirect=True)
 def test_states_are_reused_where_a_snapshot_was_taken(pair: FamilyPair, reference: Any, assert_golden: Any) -> None:
-    """A prompt of whole blocks moves once; the next turn moves what follows decode's last snapshot, and one state."""
+    """A prompt of whole blocks moves once; the next turn moves what follows decode's last block, and one state."""
     states = [layout for layout in pair.layouts if layout.kind.is_state]
     model = reference.load(pair.cluster.model_dir)
     per_token = sum(layout.token_nbytes for layout in pair.layouts if not layout.kind.is_state)

@@ -78,16 +78,26 @@ class ManagerMachine(ManagerModel):
     @rule(tokens=st.sampled_from(SEQUENCES), prompt=st.integers(2, LENGTH), arrives=st.booleans())
     def receive(self, tokens: list[int], prompt: int, arrives: bool) -> None:
         """Opens a cache for a prompt whose KV comes from elsewhere, all but the last token's."""
-        cache = self.manager.open("", tokens[:prompt], max_reuse=prompt - 1)
+        matched = self.manager.match("", tokens[: prompt - 1])
+        cache = self.manager.open("", tokens[:prompt], max_reuse=prompt - 1, loads=True)
         live = Live(cache, "", tokens, near=cache.capacity)
         self.live.append(live)
-        if not self.states and self._reserve(live, prompt, loaded=prompt - 1) and arrives:
+        assert cache.reused == 0 or ("", tuple(tokens[: cache.reused])) in self.published
+        if cache.lacks_windows:
+            assert self.drops_stale or self.states
+            assert matched < cache.reused < prompt - 1
+            live.loaded, live.just_committed = prompt - 1, False
+            windows = [group for group, layout in enumerate(self.layouts) if layout.window]
+            live.near = min([cache.reused, *(cache.first_block(group) * SIZE for group in windows)])
+        if self._reserve(live, prompt, loaded=prompt - 1) and arrives:
             self._advance(live, prompt - 1)
 
     @precondition(lambda self: self.live)
     @rule(which=WHICH, more=st.integers(0, 20))
     def advance(self, which: int, more: int) -> None:
         live = pick(self.live, which)
+        if live.loading and live.near < live.loaded:
+            return
         stop = min(live.cache.history + more, live.near)
         self._advance(live, live.loaded if live.cache.history < live.loaded else stop)
 
@@ -103,7 +113,7 @@ class ManagerMachine(ManagerModel):
         cache = live.cache
         if self.version == "V1":
             assert not cache.snapshot()
-        elif not 0 < cache.history == cache.committed:
+        elif live.loading or not 0 < cache.history == cache.committed:
             self._refused(cache.snapshot)
         elif cache.snapshot():
             assert self.states
@@ -113,6 +123,9 @@ class ManagerMachine(ManagerModel):
     @rule(which=WHICH)
     def pin(self, which: int) -> None:
         live = pick(self.live, which)
+        if live.late and live.loading:
+            self._refused(live.cache.pin)
+            return
         hold = live.cache.pin()
         contents = []
         for group, table in enumerate(hold.tables):
@@ -129,7 +142,10 @@ class ManagerMachine(ManagerModel):
     def quarantine(self, which: int) -> None:
         live = self._take(which, self.live)
         read_only = max(live.cache.committed // SIZE, live.forked)
-        expected = [tuple(table[max(0, read_only - first) :]) for table, first in self._tables(live)]
+        expected = [
+            tuple(table if live.late and layout.window else table[max(0, read_only - first) :])
+            for (table, first), layout in zip(self._tables(live), self.layouts, strict=True)
+        ]
         for group in self.states:
             expected[group] = tuple(live.cache.block_table(group)) if self._owns_state(live) else ()
         hold = live.cache.quarantine()
@@ -255,7 +271,7 @@ class ManagerMachine(ManagerModel):
             lambda: cache.advance(cache.history - 1),
             lambda: cache.advance(cache.capacity + 1),
         ]
-        if pick(self.live, which).near < cache.capacity:
+        if cache.history <= pick(self.live, which).near < cache.capacity:
             calls.append(lambda: cache.advance(pick(self.live, which).near + 1))
         if pick(self.live, which).loaded > cache.history + 1:
             calls.append(lambda: cache.advance(cache.history + 1))
@@ -277,7 +293,7 @@ class ManagerMachine(ManagerModel):
             for group, layout in enumerate(self.layouts):
                 first, table = cache.first_block(group), cache.block_table(group)
                 if group in self.states:
-                    assert (first, len(table)) == (0, min(1, cache.capacity))
+                    assert (first, len(table)) == (0, int(self._holds_state(live)))
                     continue
                 seen_from = max(cache.history, live.loaded)
                 needed = first_needed_token(layout, seen_from) // SIZE if self.drops_stale else 0
@@ -292,6 +308,8 @@ class ManagerMachine(ManagerModel):
             history, values = live.cache.history, live.values
             for group, view in enumerate(self.views):
                 table, first = list(live.cache.block_table(group)), live.cache.first_block(group)
+                if live.loading and (group in self.states or (live.late and self.layouts[group].window)):
+                    continue
                 if group in self.states:
                     assert (view[table] == live.state).all()
                     continue
@@ -307,6 +325,8 @@ class ManagerMachine(ManagerModel):
             for live in self.live:
                 table, first = list(live.cache.block_table(group)), live.cache.first_block(group)
                 own = max(0, live.cache.committed // SIZE - first, live.forked - first)
+                if live.late and self.layouts[group].window:
+                    own = 0
                 if group in self.states:
                     own = 0 if self._owns_state(live) else len(table)
                 shared |= set(table[:own])

@@ -68,6 +68,15 @@ class Live:
     loaded: int = 0  # history will be at least this next
 
     @property
+    def loading(self) -> bool:
+        return self.loaded > self.cache.history
+
+    @property
+    def late(self) -> bool:
+        """Whether windows and states hold nothing of what the others reuse."""
+        return self.cache.lacks_windows
+
+    @property
     def values(self) -> Array:
         """float32 [LENGTH]: what each of its tokens leaves in the cache."""
         return expected_values(self.scope, bytes(self.tokens))
@@ -192,6 +201,8 @@ class ManagerModel(RuleBasedStateMachine):
             first = live.cache.first_block(group)
             if start < first * SIZE:  # what no later token looks at was not sent
                 positions, values = positions[first * SIZE - start :], values[first * SIZE - start :]
+            elif live.late and self.layouts[group].window:
+                positions, values = np.arange(first * SIZE, stop), live.values[first * SIZE : stop, None, None]
             view[slots[positions // SIZE - first], :, :, 0, positions % SIZE, 0] = values
         live.cache.advance(stop)
         live.just_committed = live.just_committed and stop == start
@@ -257,6 +268,9 @@ class ManagerModel(RuleBasedStateMachine):
     def _owns_state(self, live: Live) -> bool:
         """Whether its states are its own to write; a cache that begins with a snapshot has none before it grows."""
         return live.resumed or live.cache.capacity > live.cache.reused
+
+    def _holds_state(self, live: Live) -> bool:
+        return live.cache.capacity > 0 and (self._owns_state(live) or not live.late)
 
     def _nbytes(self, blocks: int) -> int:
         counts = slot_counts(self.layouts, blocks)

@@ -12,6 +12,7 @@ from rank_memory import Pool, execute, overlaps, side
 
 from kvferry.core import AxisOrder, BlockTable, DType, GroupKind, KVLayout, TokenRange, TransferError
 from kvferry.transceiver.planner import (
+    arrives_in_part,
     expected_nbytes,
     group_spans,
     oldest_needed,
@@ -139,6 +140,25 @@ class TestGroups:
         plan = plan_transfer(side("source", source), side("destination", destination), TokenRange(0, 16))
         execute(plan.copies)
         assert np.array_equal(destination[0].sequence()[8:16], source[0].sequence())
+
+    def test_a_window_that_lacks_more_than_the_rest_begins_with_its_table(self) -> None:
+        """The destination holds the first 12 positions of full attention, and nothing of the window."""
+        full, window = Pool(BASE, [0, 1, 2, 3], 4, 0), Pool(self.WINDOW, [3, 1], 4, 1, first_block=2)
+        source = [Pool(BASE, [3, 2, 1, 0], 4, 2), Pool(self.WINDOW, [0, 2], 4, 3, first_block=2)]
+        before = full.sequence()[:12].copy()
+        sides, tokens = (side("source", source), side("destination", [full, window])), TokenRange(12, 15)
+        assert [span.tokens for span in group_spans(*sides, tokens)] == [tokens, TokenRange(8, 15)]
+        plan = plan_transfer(*sides, tokens)
+        assert plan.nbytes == 3 * BASE.token_nbytes + 7 * self.WINDOW.token_nbytes
+        execute(plan.copies)
+        assert np.array_equal(full.sequence()[:12], before)
+        assert np.array_equal(full.sequence()[12:15], source[0].sequence()[12:15])
+        assert np.array_equal(window.sequence()[:7], source[1].sequence()[:7])
+        assert expected_nbytes(sides[0], sides[1].rank, tokens) == (
+            3 * (BASE.token_nbytes + self.WINDOW.token_nbytes),
+            plan.nbytes,
+        )
+        assert not arrives_in_part(plan, sides[1].rank, tokens)
 
     def test_positions_a_window_still_needs_must_be_held(self) -> None:
         destination = [Pool(self.WINDOW, [0, 1, 2, 3], 4, 0)]
