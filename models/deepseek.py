@@ -22,7 +22,7 @@ from kvferry.models.group_router import RouterShape, load_router
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config, rotate
-from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
+from kvferry.models.stack import LayerCache, ResidualLayer, ResidualStack, Step, load_norm
 
 _LATENT_EPS = 1e-6
 """Of the norms inside the attention, whatever rms_norm_eps says."""
@@ -104,7 +104,7 @@ def _yarn_sharpening(config: Config) -> float:
     return (0.1 * float(weight) * math.log(factor) + 1.0) ** 2 if weight and factor > 1 else 1.0
 
 
-class Deepseek(LayerStack):
+class Deepseek(ResidualStack):
     """Layers of multi-token prediction behind the last one are not loaded."""
 
     def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
@@ -114,12 +114,6 @@ class Deepseek(LayerStack):
         self._layers = [
             _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
         ]
-
-    def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        for layer in self._layers:
-            x = x + layer.attention(layer.attention_norm(x), step)
-            x = x + layer.feed_forward(layer.feed_forward_norm(x))
-        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +149,7 @@ class LatentAttention:
         return self.out(values.reshape(tokens, shape.heads * shape.value_dim))
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: RMSNorm
-    attention: LatentAttention
-    feed_forward_norm: RMSNorm
-    feed_forward: FeedForward | MixtureOfExperts
-
-
-def _load_layer(c: DeepseekConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
+def _load_layer(c: DeepseekConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> ResidualLayer:
     shape = c.shape
 
     def norm(which: str) -> RMSNorm:
@@ -177,7 +163,7 @@ def _load_layer(c: DeepseekConfig, prefix: str, index: int, weights: Weights, op
     else:
         feed_forward = _load_experts(c, f"{prefix}mlp.", weights, operators)
     attention = _load_attention(c, f"{prefix}self_attn.", index, weights, operators)
-    return _Layer(norm("input"), attention, norm("post_attention"), feed_forward)
+    return ResidualLayer(norm("input"), attention, norm("post_attention"), feed_forward)
 
 
 def _load_attention(

@@ -10,11 +10,11 @@ from kvferry.models.attention import GroupedAttention, HeadShape, load_out, load
 from kvferry.models.base import Config, Linear, Weights
 from kvferry.models.checked import FULL, SLIDING, Shape, count, layer_kinds, number
 from kvferry.models.feedforward import Experts, MixtureOfExperts, Routing, TransposedExperts
-from kvferry.models.layers import PackedRow, RMSNorm, load_packed
+from kvferry.models.layers import PackedRow, load_packed
 from kvferry.models.mxfp4 import load_mxfp4
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
-from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
+from kvferry.models.stack import LayerCache, ResidualLayer, ResidualStack, load_norm
 
 _EPS = 1e-5
 _USUAL_YARN = {
@@ -74,7 +74,7 @@ class GptOssConfig:
         )
 
 
-class GptOss(LayerStack):
+class GptOss(ResidualStack):
     """Experts are dequantised as they are loaded."""
 
     def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
@@ -84,20 +84,6 @@ class GptOss(LayerStack):
         self._layers = [
             _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
         ]
-
-    def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        for layer in self._layers:
-            x = x + layer.attention(layer.attention_norm(x), step)
-            x = x + layer.experts(layer.experts_norm(x))
-        return x
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: RMSNorm
-    attention: GroupedAttention
-    experts_norm: RMSNorm
-    experts: MixtureOfExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +98,7 @@ class _Router:
         return Routing(best.indices, best.values.softmax(-1))
 
 
-def _load_layer(c: GptOssConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
+def _load_layer(c: GptOssConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> ResidualLayer:
     shape, attention = c.shape, f"{prefix}self_attn."
     heads = HeadShape(shape.heads, shape.kv_heads, shape.head_dim)
     grouped = GroupedAttention(
@@ -132,7 +118,7 @@ def _load_layer(c: GptOssConfig, prefix: str, index: int, weights: Weights, oper
     )
     stored = _stored_experts(c, f"{prefix}mlp.experts.", weights)
     experts = MixtureOfExperts(_Router(router, c.chosen), Experts(stored.pack(c.gate, operators.linear)))
-    return _Layer(norms[0], grouped, norms[1], experts)
+    return ResidualLayer(norms[0], grouped, norms[1], experts)
 
 
 def _stored_experts(c: GptOssConfig, prefix: str, weights: Weights) -> TransposedExperts:

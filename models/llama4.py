@@ -24,7 +24,7 @@ from kvferry.models.feedforward import (
 from kvferry.models.layers import PackedRow, RMSNorm, load_packed
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config, rotate
-from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
+from kvferry.models.stack import LayerCache, ResidualLayer, ResidualStack, Step, load_norm
 
 _USUAL = {
     "vocab_size": 202_048,
@@ -120,7 +120,7 @@ def _rotated(config: Config, layers: int) -> tuple[bool, ...]:
     return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
-class Llama4(LayerStack):
+class Llama4(ResidualStack):
     """Alone, or the text part of Llama4ForConditionalGeneration."""
 
     def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
@@ -130,12 +130,6 @@ class Llama4(LayerStack):
         self._layers = [
             _load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in range(c.shape.layers)
         ]
-
-    def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        for layer in self._layers:
-            x = x + layer.attention(layer.attention_norm(x), step)
-            x = x + layer.feed_forward(layer.feed_forward_norm(x))
-        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +154,6 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: RMSNorm
-    attention: _Attention
-    feed_forward_norm: RMSNorm
-    feed_forward: FeedForward | MixtureOfExperts
-
-
-@dataclass(frozen=True, slots=True)
 class _Router:
     """The share of an expert is the sigmoid of its own logit."""
 
@@ -179,7 +165,7 @@ class _Router:
         return Routing(best.indices, torch.sigmoid(best.values.float()))
 
 
-def _load_layer(c: Llama4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
+def _load_layer(c: Llama4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> ResidualLayer:
     shape = c.shape
 
     def norm(which: str) -> RMSNorm:
@@ -192,7 +178,7 @@ def _load_layer(c: Llama4Config, prefix: str, index: int, weights: Weights, oper
     else:
         feed_forward = load_feed_forward(weights, name, shape.hidden_size, c.dense_width, c.gate, operators.linear)
     attention = _load_attention(c, f"{prefix}self_attn.", index, weights, operators)
-    return _Layer(norm("input"), attention, norm("post_attention"), feed_forward)
+    return ResidualLayer(norm("input"), attention, norm("post_attention"), feed_forward)
 
 
 def _load_attention(c: Llama4Config, prefix: str, index: int, weights: Weights, operators: Operators) -> _Attention:

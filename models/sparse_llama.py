@@ -25,7 +25,7 @@ from kvferry.models.layers import PackedRow, RMSNorm, load_packed
 from kvferry.models.llama import windows_of
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
-from kvferry.models.stack import LayerCache, LayerStack, Step, load_norm
+from kvferry.models.stack import LayerCache, ResidualLayer, ResidualStack, load_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +94,12 @@ class SparseLlamaConfig:
         )
 
 
-class SparseLlama(LayerStack):
+class SparseLlama(ResidualStack):
     def __init__(self, config: Config, weights: Weights, operators: Operators) -> None:
         c = SparseLlamaConfig.from_json(config)
         caches = [LayerCache.attending(c.shape.kv_heads, c.shape.head_dim, window) for window in c.windows]
         super().__init__(c.shape, caches, [c.rope], weights, operators)
         self._layers = [_load_layer(c, f"{self.prefix}layers.{i}.", i, weights, operators) for i in self.held]
-
-    def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        for layer in self._layers:
-            x = x + layer.attention(layer.attention_norm(x), step)
-            x = x + layer.feed_forward(layer.feed_forward_norm(x))
-        return x
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: RMSNorm
-    attention: GroupedAttention
-    feed_forward_norm: RMSNorm
-    feed_forward: FeedForward | MixtureOfExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +116,7 @@ class _Router:
         return Routing(best.indices, shares)
 
 
-def _load_layer(c: SparseLlamaConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> _Layer:
+def _load_layer(c: SparseLlamaConfig, prefix: str, index: int, weights: Weights, operators: Operators) -> ResidualLayer:
     hidden = c.shape.hidden_size
     first, second = (
         load_norm(operators, weights, f"{prefix}{name}_layernorm", hidden, c.shape.norm_eps)
@@ -141,7 +127,9 @@ def _load_layer(c: SparseLlamaConfig, prefix: str, index: int, weights: Weights,
         feed_forward = _load_experts(c, f"{prefix}{c.traits.block}", weights, operators)
     else:
         feed_forward = load_feed_forward(weights, f"{prefix}mlp.", hidden, c.dense_width, c.gate, operators.linear)
-    return _Layer(first, _load_attention(c, f"{prefix}self_attn.", index, weights, operators), second, feed_forward)
+    return ResidualLayer(
+        first, _load_attention(c, f"{prefix}self_attn.", index, weights, operators), second, feed_forward
+    )
 
 
 def _load_attention(

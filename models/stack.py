@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,6 +144,28 @@ class LayerStack(CausalLM):
     @abstractmethod
     def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: [tokens, hidden]. The hidden states before the final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualLayer:
+    """x += attention(norm(x)), then x += feed_forward(norm(x)): most families' layers."""
+
+    attention_norm: RMSNorm
+    attention: Callable[[torch.Tensor, Step], torch.Tensor]
+    feed_forward_norm: RMSNorm
+    feed_forward: Callable[[torch.Tensor], torch.Tensor]
+
+
+class ResidualStack(LayerStack):
+    """A family sets `_layers`."""
+
+    _layers: Sequence[ResidualLayer]
+
+    def _run(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        for layer in self._layers:
+            x = x + layer.attention(layer.attention_norm(x), step)
+            x = x + layer.feed_forward(layer.feed_forward_norm(x))
+        return x
 
 
 def find_prefix(weights: Weights, names: StackNames) -> str:
