@@ -137,6 +137,31 @@ def test_a_transfer_between_unlike_pools(
     eventually(lambda: prefill.free() == decode_side.free() == BLOCKS)
 
 
+def test_a_window_that_lacks_more_than_the_rest(join: Join, fake_hold: Any, eventually: Callable[..., None]) -> None:
+    """Its table begins blocks before the positions asked for; the source has what the token at 22 looks back to."""
+    window = replace(LAYOUT, kind=GroupKind.WINDOW, window=8)
+    prefill, decode_side = join(Role.PREFILL, "p:1", window), join(Role.DECODE, "d:1", window)
+    given, taken, tokens = {3: 7, 4: 2, 5: 9}, {3: 5, 4: 0, 5: 3}, TokenRange(20, 22)
+    hold = fake_hold((BlockTable(tuple(given.values()), tuple(given.values()), 3),))
+    before = decode_side.stored.view.clone()
+    handle = prefill.transceiver.advertise(hold, TokenRange(0, 22), DIGEST, hold.release)
+    results: list[LoadResult] = []
+    tables = (BlockTable(tuple(taken.values()), (), 3),)
+    decode_side.transceiver.load(handle, DIGEST, tables, tokens, results.append)
+    eventually(lambda: len(results) == 1)
+    assert (results[0].error, results[0].nbytes) == (None, 10 * 2 * 2 * 2 * (8 + 4))
+    for position in range(12, 24):
+        block, offset = divmod(position, 4)
+        found, sent = decode_side.stored.view[taken[block]], prefill.stored.view[given[block]]
+        if position < 22:
+            off = (found[..., offset, :] - sent[..., offset, :]).abs()
+            assert bool((off <= limits(sent, WireFormat.INT8)[..., offset, :] + 1e-6).all())
+        else:
+            assert torch.equal(found[..., offset, :], before[taken[block], ..., offset, :])
+    eventually(hold.released.is_set)
+    eventually(lambda: prefill.free() == decode_side.free() == BLOCKS)
+
+
 def test_an_empty_range_only_tells_the_source(join: Join, fake_hold: Any, eventually: Callable[..., None]) -> None:
     prefill, decode_side = join(Role.PREFILL, "p:1"), join(Role.DECODE, "d:1")
     handle, hold = prefill.advertise([7, 2], TokenRange(0, 8), fake_hold)
