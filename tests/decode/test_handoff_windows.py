@@ -202,3 +202,42 @@ def test_a_window_that_came_in_parts_holds_what_is_looked_at(theirs: int, ours: 
         assert last.finish_reason is not None
     decode.check_integrity()
     assert decode.counts().free == decode.counts().total
+
+
+@pytest.mark.parametrize("theirs", [4, 8, 16])
+@pytest.mark.parametrize("ours", [4, 8, 16])
+def test_what_is_reused_and_what_is_loaded_fit_together(theirs: int, ours: int) -> None:
+    """Prompts that share their beginnings, one after another: only what decode lacks of full attention moves, and of
+    the window what the next token looks back to. `compute` checks what every later position sees."""
+    prefill, decode = manager_of(theirs), manager_of(ours)
+    link = Link(prefill, decode, {})
+    events: dict[int, list[Any]] = {}
+    runner: Any = Runner(EngineSettings(tokens_per_block=ours))
+    scheduler = GenerationScheduler(runner, decode, lambda key, event: events.setdefault(key, []).append(event), link)
+    branch = [*PROMPT[:70], *range(300, 340)]
+    full, windowed = (pool.layout.token_nbytes for pool in decode.pools)
+    for number, (prompt, held) in enumerate(
+        [(PROMPT, 0), (PROMPT, 115 // ours * ours), (branch, 70 // ours * ours), (branch, 109 // ours * ours)]
+    ):
+        cache = prefill.open("", prompt, max_reuse=len(prompt) - 1)
+        for stop in range(cache.history + 1, len(prompt) + 1):
+            cache.reserve(stop)
+            compute(cache, prefill.pools, prompt, stop)
+        handle = b"%d" % number
+        link.holds[handle] = cache.pin()
+        cache.close()
+        request = WorkerRequest("r", tuple(prompt), SamplingParams(max_tokens=20, temperature=0.0), (7,))
+        loaded = EngineSequence(request, Lifecycle(DecodeLeg.QUEUED, DECODE_TRANSITIONS), runner.limits, None)
+        scheduler.add_with_handle(loaded, handle)
+        scheduler.step()
+        link.done.pop()()
+        while scheduler.step():
+            pass
+        last = events[loaded.key][-1]
+        assert isinstance(last, OutputDelta), last
+        assert last.finish_reason is not None
+        window = WINDOW - 1 + max(theirs, ours)  # in whole blocks
+        reused = held if ours <= theirs else 0  # of one that came in part nothing is published
+        assert loaded.transferred_bytes <= (len(prompt) - reused) * full + window * windowed
+        decode.check_integrity()
+    assert decode.counts().free == decode.counts().total
