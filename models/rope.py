@@ -82,10 +82,12 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     elif kind == "yarn":
         original = scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings", 0)
         inv_freq, scale = _yarn(inv_freq, scaling, base, float(original))
+    elif kind == "longrope":
+        inv_freq, scale = _longrope(inv_freq, scaling, config)
     elif kind not in ("default", "dynamic"):  # dynamic differs only beyond max_position_embeddings, our limit
         raise CheckpointError(
             f"config.json: rope_type {kind!r} is not known; known: default, dynamic, linear, llama3, "
-            "proportional, yarn",
+            "longrope, proportional, yarn",
             field="rope_scaling",
         )
     still = torch.zeros((head_dim - rotary_dim) // 2, dtype=torch.float64)
@@ -99,6 +101,29 @@ def _llama3(inv_freq: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     turns = original * inv_freq / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return inv_freq * (keep + (1 - keep) / factor)
+
+
+def _longrope(
+    inv_freq: torch.Tensor, scaling: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """Every pair has a factor of its own, one for short and one for long contexts. Which is in force is the model's
+    context to say, not a request's length: cached keys are shared among requests of all lengths."""
+    longest = _number("max_position_embeddings", config.get("max_position_embeddings"))
+    given = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings", longest))
+    original = _number("rope_scaling.original_max_position_embeddings", given)
+    key = "long_factor" if longest > original else "short_factor"
+    factors = scaling.get(key)
+    if not isinstance(factors, list | tuple) or len(factors) != len(inv_freq):
+        raise CheckpointError(
+            f"config.json: rope_scaling.{key} must be a list of {len(inv_freq)} numbers, got {factors!r}",
+            field=f"rope_scaling.{key}",
+        )
+    divisors = torch.tensor([_number(f"rope_scaling.{key}", each) for each in factors], dtype=torch.float64)
+    factor = _number("rope_scaling.factor", scaling.get("factor") or longest / original)
+    sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    attention_factor = scaling.get("attention_factor")
+    scale = sharpened if attention_factor is None else _number("rope_scaling.attention_factor", attention_factor)
+    return inv_freq / divisors, scale
 
 
 def _yarn(

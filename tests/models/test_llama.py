@@ -33,6 +33,13 @@ LLAMA3 = {
     "rope_theta": 500.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1000.0,
+}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 SHAPES = {
@@ -43,6 +50,7 @@ SHAPES = {
     "llama-3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "llama-linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
     "llama-yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama-longrope": LlamaConfig(**SIZES, rope_parameters=LONGROPE),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": MistralConfig(**SIZES, sliding_window=9),
     "qwen2": Qwen2Config(**SIZES),
@@ -95,7 +103,8 @@ def test_a_missing_size_is_named(key: str) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, got 0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; known: silu"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is no Llama shape"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not known"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not known"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list of 4 numbers"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling lacks low_freq_factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "rope_scaling.factor must be a number above 0"),
         ({"sliding_window": 4, "layer_types": ["full_attention"]}, "bad layer_types for 3 layers"),

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from kvferry.core import CheckpointError
 from kvferry.models.rope import rope_from_config, rotate
 
 BASE = {"rope_theta": 10000.0}
@@ -22,6 +23,29 @@ KINDS: dict[str, dict[str, Any]] = {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
+        **BASE,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
+        "long_factor": [2.0 + 0.3 * pair for pair in range(16)],
+        "original_max_position_embeddings": 512,
+        **BASE,
+    },
+    "longrope-short": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
+        "long_factor": [2.0 + 0.3 * pair for pair in range(16)],
+        "original_max_position_embeddings": 2048,
+        "factor": 3.0,
+        **BASE,
+    },
+    "longrope-sharpened": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+        "original_max_position_embeddings": 1024,
+        "attention_factor": 1.3,
         **BASE,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, **BASE},
@@ -71,6 +95,17 @@ def _reordered(rope: Any, x: torch.Tensor) -> torch.Tensor:
     """What the interleaved rows of W would have produced for x: [tokens, heads, head_dim]."""
     rows = x.permute(1, 2, 0).reshape(-1, x.shape[0])
     return rope.interleave(rows).view(x.shape[1], x.shape[2], -1).permute(2, 0, 1).contiguous()
+
+
+def test_the_context_decides_between_long_and_short_factors() -> None:
+    """Not a request's length: keys in the cache are shared among requests of all lengths."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    long = {"max_position_embeddings": 64, "original_max_position_embeddings": 32, "rope_scaling": scaling}
+    assert rope_from_config(long, 8).inv_freq[0] == 0.5
+    assert rope_from_config({**long, "max_position_embeddings": 32}, 8).inv_freq[0] == 1.0
+    with pytest.raises(CheckpointError, match=r"long_factor must be a list of 4 numbers, got \[2.0\]") as caught:
+        rope_from_config({**long, "rope_scaling": {**scaling, "long_factor": [2.0]}}, 8)
+    assert caught.value.field == "rope_scaling.long_factor"
 
 
 def test_interleave_puts_pairs_side_by_side_per_head() -> None:
