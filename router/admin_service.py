@@ -89,6 +89,7 @@ def worker_status(member: Member) -> admin_pb2.WorkerStatus:
         kv_cache_core=facts.kv_cache_core,
         max_batch=facts.max_batch,
         peers=sorted(facts.peers_ready),
+        peer_errors=facts.peer_errors,
         ranks=[codec.rank_process_to_wire(rank) for rank in facts.ranks],
     )
 

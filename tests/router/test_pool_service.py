@@ -99,6 +99,8 @@ async def test_pair_without_contact_is_not_used(cluster: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="has not made contact with prefill-0: no route to host"):
         await cluster.stub.Generate(REQUEST, timeout=10)
     assert prefill.requests == []
+    seen = {worker.name: worker for worker in (await cluster.status()).workers}
+    assert dict(seen["decode-0"].peer_errors) == {prefill.endpoint: "no route to host"}
 
 
 async def test_islands_are_routed_within(make_cluster: Any) -> None:
