@@ -176,7 +176,8 @@ class Lockstep(RuleBasedStateMachine):
     @rule(which=WHICH)
     def pin(self, which: int) -> None:
         pair, _ = self._any(which)
-        if not pair[0].suspended:
+        # Refused while what it would keep is yet to be loaded.
+        if not pair[0].suspended and self._both(lambda cache: cache.pin().release(), pair):
             self._keep([cache.pin() for cache in pair])
 
     @precondition(lambda self: self.live)
@@ -194,7 +195,9 @@ class Lockstep(RuleBasedStateMachine):
     def snapshot(self, which: int) -> None:
         pair, _ = self._any(which)
         if not pair[0].suspended and 0 < pair[0].committed == pair[0].history:
-            assert pair[0].snapshot() == pair[1].snapshot()
+            taken: list[bool] = []
+            if self._both(lambda cache: taken.append(cache.snapshot()), pair):
+                assert taken[0] == taken[1]
 
     @precondition(lambda self: self.live)
     @rule(which=WHICH)
