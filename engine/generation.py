@@ -290,7 +290,7 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
             granted = self._loader.grant(
                 writer,
                 sequence.digest(stop),
-                self._tables(sequence),
+                self._tables(sequence, arrival.reached),
                 tokens,
                 lambda outcome: self._loaded(sequence.key, part, outcome),
             )
