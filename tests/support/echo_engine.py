@@ -64,6 +64,9 @@ class EchoRunner:
     fail: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
     steps: list[int] = field(default_factory=list)
 
+    def pin(self) -> None:
+        """Any core will do."""
+
     def settle_pages(self) -> None:
         """One rank: nobody else to tell."""
 
