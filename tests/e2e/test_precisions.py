@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from plain_cluster import PlainCluster
 
 from kvferry.core import DType, SamplingParams
 from kvferry.engine import KV_DTYPES, LLM
@@ -20,7 +19,7 @@ TOKEN_NBYTES = {DType.BFLOAT16: 30 * 2 * 3 * 128, DType.INT8: 30 * 2 * 3 * 68}  
     ("precision", "kv_dtype", "backend"), [("int8", "int8", "NIXL"), ("fp32", "bf16", "SHM")], ids=["int8", "bf16"]
 )
 def test_answers_are_those_of_one_worker(
-    start_cluster: Callable[..., Any],
+    tmp_path: Path,
     smollm2_dir: Path,
     long_ids: list[int],
     precision: str,
@@ -31,11 +30,22 @@ def test_answers_are_those_of_one_worker(
     stored = KV_DTYPES[kv_dtype]
     with LLM(smollm2_dir, precision=precision, kv_dtype=stored, kv_bytes=128 << 20, threads=1) as llm:
         expected = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY)
-    settings = ("--engine.precision", precision, "--kv_cache.dtype", kv_dtype, "--backend", backend)
-    cluster = start_cluster("--kv_cache.bytes", "128MiB", *settings)
-    for prompt, alone in zip(prompts, expected, strict=True):
-        completed = cluster.complete(prompt)
-        assert completed.token_ids == alone.token_ids
-        assert completed.route["transferred_bytes"] == len(prompt) * TOKEN_NBYTES[stored]
-    cluster.settled()
-    cluster.run("down")
+    settings = {
+        "engine.precision": precision,
+        "engine.threads": 1,
+        "kv_cache.dtype": kv_dtype,
+        "kv_cache.bytes": 128 << 20,
+        "router.lost_after_s": 60.0,  # a busy machine is no fault here
+        "state_dir": tmp_path,
+        "transceiver.backend": backend,
+    }
+    cluster = PlainCluster(smollm2_dir, tmp_path, settings)
+    try:
+        cluster.start(prefill=1, decode=1)
+        for prompt, alone in zip(prompts, expected, strict=True):
+            completed = cluster.complete(prompt, GREEDY)
+            assert completed.token_ids == alone.token_ids
+            assert completed.route["transferred_bytes"] == len(prompt) * TOKEN_NBYTES[stored]
+        cluster.assert_baseline()
+    finally:
+        cluster.close()

@@ -2,60 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from libraries import needs_mooncake
+from plain_cluster import PlainCluster
 
 KV_TOKEN_NBYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, dim, fp32
 LENGTHS = (1, 16, 65, 700)
 
 # settings -> the pair each role must have resolved to
 ROUTES = {
-    "nixl-v1": (("--manager", "V1"), ("NIXL/PYTHON", "V1"), ("NIXL/PYTHON", "V1")),
-    "shm": (("--backend", "SHM"), ("SHM/PYTHON", "V2"), ("SHM/PYTHON", "V2")),
-    "shm-cpp": (("--backend", "SHM", "--runtime", "CPP"), ("SHM/CPP", "V1"), ("SHM/CPP", "V1")),
-    "nixl-cpp": (("--runtime", "CPP"), ("NIXL/CPP", "V1"), ("NIXL/CPP", "V1")),
-    "ucx": (("--backend", "UCX"), ("UCX/CPP", "V1"), ("UCX/CPP", "V1")),
+    "nixl-v1": ({"kv_cache.manager": "V1"}, ("NIXL/PYTHON", "V1"), ("NIXL/PYTHON", "V1")),
+    "shm": ({"transceiver.backend": "SHM"}, ("SHM/PYTHON", "V2"), ("SHM/PYTHON", "V2")),
+    "shm-cpp": ({"transceiver.backend": "SHM", "transceiver.runtime": "CPP"}, ("SHM/CPP", "V1"), ("SHM/CPP", "V1")),
+    "nixl-cpp": ({"transceiver.runtime": "CPP"}, ("NIXL/CPP", "V1"), ("NIXL/CPP", "V1")),
+    "ucx": ({"transceiver.backend": "UCX"}, ("UCX/CPP", "V1"), ("UCX/CPP", "V1")),
     "mooncake": (
-        ("--backend", "MOONCAKE", "--insecure_bind", "true"),
+        {"transceiver.backend": "MOONCAKE", "insecure_bind": "true"},
         ("MOONCAKE/PYTHON", "V2"),
         ("MOONCAKE/PYTHON", "V2"),
     ),
     "nixl-cpp-decode-first": (
-        ("--runtime", "CPP", "--router.schedule", "decode_first"),
+        {"transceiver.runtime": "CPP", "router.schedule": "decode_first"},
         ("NIXL/CPP", "V1"),
         ("NIXL/CPP", "V1"),
     ),
     "shm-decode-first": (
-        ("--backend", "SHM", "--router.schedule", "decode_first"),
+        {"transceiver.backend": "SHM", "router.schedule": "decode_first"},
         ("SHM/PYTHON", "V2"),
         ("SHM/PYTHON", "V2"),
     ),
     "nixl-v1-decode-first": (
-        ("--manager", "V1", "--router.schedule", "decode_first"),
+        {"kv_cache.manager": "V1", "router.schedule": "decode_first"},
         ("NIXL/PYTHON", "V1"),
         ("NIXL/PYTHON", "V1"),
     ),
     "ucx-decode-first": (
-        ("--backend", "UCX", "--router.schedule", "decode_first"),
+        {"transceiver.backend": "UCX", "router.schedule": "decode_first"},
         ("UCX/CPP", "V1"),
         ("UCX/CPP", "V1"),
     ),
     "ucx-decode-first-pull": (
-        ("--backend", "UCX", "--router.schedule", "decode_first", "--router.flow", "pull"),
+        {"transceiver.backend": "UCX", "router.schedule": "decode_first", "router.flow": "pull"},
         ("UCX/CPP", "V1"),
         ("UCX/CPP", "V1"),
     ),
     "nixl-mixed-decode-first": (
-        ("--manager", "V1", "--decode.transceiver.runtime", "CPP", "--router.schedule", "decode_first"),
+        {"kv_cache.manager": "V1", "decode.transceiver.runtime": "CPP", "router.schedule": "decode_first"},
         ("NIXL/PYTHON", "V1"),
         ("NIXL/CPP", "V1"),
     ),
     "nixl-mixed": (
-        ("--runtime", "PYTHON", "--manager", "V1", "--decode.transceiver.runtime", "CPP"),
+        {"transceiver.runtime": "PYTHON", "kv_cache.manager": "V1", "decode.transceiver.runtime": "CPP"},
         ("NIXL/PYTHON", "V1"),
         ("NIXL/CPP", "V1"),
     ),
@@ -66,29 +66,32 @@ ROUTES = {
     "route", [pytest.param(route, marks=needs_mooncake if route == "mooncake" else ()) for route in ROUTES]
 )
 def test_answers_are_golden_and_blocks_return(
-    start_cluster: Callable[..., Any],
-    reference: Any,
-    smollm2_dir: Path,
-    assert_golden: Any,
-    long_ids: list[int],
-    route: str,
+    tmp_path: Path, reference: Any, smollm2_dir: Path, assert_golden: Any, long_ids: list[int], route: str
 ) -> None:
-    settings, prefill, decode = ROUTES[route]
-    cluster = start_cluster("--kv_cache.bytes", "256MiB", *settings)
-    pairs = {worker["role"]: worker["resolution"] for worker in cluster.facts["workers"]}
-    assert (pairs["prefill"]["transceiver"], pairs["prefill"]["manager"]) == prefill
-    assert (pairs["decode"]["transceiver"], pairs["decode"]["manager"]) == decode
-    for worker in cluster.facts["workers"]:
-        log = (cluster.state_dir / "logs" / f"{worker['name']}.log").read_text()
-        transceiver, manager = worker["resolution"]["transceiver"], worker["resolution"]["manager"]
-        lines = [line for line in log.splitlines() if f"resolved worker={worker['name']} role={worker['role']}" in line]
-        assert len(lines) == 1
-        assert f"transceiver={transceiver} " in lines[0]
-        assert f"kv_manager={manager} " in lines[0]
-    for length in LENGTHS:
-        prompt = long_ids[-length:]
-        completed = cluster.complete(prompt)
-        assert_golden(reference.load(smollm2_dir), prompt, completed.token_ids)
-        assert completed.route["transferred_bytes"] == length * KV_TOKEN_NBYTES
-    cluster.settled()
-    cluster.run("down")
+    settings, *pairs = ROUTES[route]
+    common = {
+        "kv_cache.bytes": 256 << 20,
+        "engine.threads": 1,
+        "router.lost_after_s": 60.0,  # a busy machine is no fault here
+        "state_dir": tmp_path,
+    }
+    cluster = PlainCluster(smollm2_dir, tmp_path, {**common, **settings})
+    try:
+        cluster.start(prefill=1, decode=1)
+        for name, (transceiver, manager) in zip(("prefill-0", "decode-0"), pairs, strict=True):
+            server = cluster.servers[name]
+            resolution = server.facts["resolution"]
+            assert (resolution["transceiver"], resolution["manager"]) == (transceiver, manager)
+            role = name.partition("-")[0]
+            log = server.log.read_text().splitlines()
+            (line,) = [line for line in log if f"resolved worker={name} role={role}" in line]
+            assert f"transceiver={transceiver} " in line
+            assert f"kv_manager={manager} " in line
+        for length in LENGTHS:
+            prompt = long_ids[-length:]
+            completed = cluster.complete(prompt)
+            assert_golden(reference.load(smollm2_dir), prompt, completed.token_ids)
+            assert completed.route["transferred_bytes"] == length * KV_TOKEN_NBYTES
+        cluster.assert_baseline()
+    finally:
+        cluster.close()
