@@ -78,7 +78,7 @@ format: setup
 
 # Two at once, for two cores: what starts clusters, and everything else, whose output is kept in a file and shown at the
 # end.
-CLUSTERS := $(addprefix tests/,bench cli cluster e2e)
+CLUSTERS := $(addprefix tests/,bench cli cluster e2e faults)
 OTHERS_LOG := build/pytest-others.log
 pytest: setup
 	@mkdir -p build
