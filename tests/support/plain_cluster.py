@@ -251,10 +251,10 @@ class PlainCluster:
         return "\n".join(lines)
 
 
-_LIVE = frozenset({"queued", "running", "held", "reserved", "loading", "prefilling", "suspended"})
+LIVE = frozenset({"queued", "running", "held", "reserved", "loading", "prefilling", "suspended"})
 
 
 def _at_rest(status: admin_pb2.WorkerStatus) -> bool:
     blocks = status.blocks
     free = blocks.free == blocks.total > 0 and blocks.pinned == blocks.quarantined == 0
-    return free and not any(status.requests.get(state, 0) for state in _LIVE)
+    return free and not any(status.requests.get(state, 0) for state in LIVE)

@@ -307,7 +307,7 @@ def test_both_cores_keep_the_slabs_of_a_large_pool_alike() -> None:
             for ledger in ledgers:
                 ledger.withhold(0, its)
         if rng.random() < 0.3:
-            opened = [ledger.open(bytes(32), array("I"), 0) for ledger in ledgers]
+            opened = [ledger.open(bytes(32), array("I"), 0, False) for ledger in ledgers]
             blocks = rng.randrange(1, 2_000)
             assert opened[0].grow(blocks, blocks) == opened[1].grow(blocks, blocks)
             caches.append(opened)
