@@ -65,6 +65,9 @@ class KVPool:
     def generation_region(self) -> MemRegion:
         return _region(self.generations)
 
+    def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.generations[list(slots)].tolist())
+
 
 def _region(tensor: torch.Tensor) -> MemRegion:
     nbytes = tensor.numel() * tensor.element_size()

@@ -98,7 +98,7 @@ class Grants:
 
     def _reused(self, session: GrantSession) -> bool:
         return any(
-            tuple(pool.generations[list(table.block_ids)].tolist()) != table.generations
+            pool.generations_of(table.block_ids) != table.generations
             for pool, table in zip(self._pools, session.tables, strict=True)
         )
 

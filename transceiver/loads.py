@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
@@ -12,8 +11,6 @@ from kvferry.core import TransferError
 from kvferry.transceiver.base import CancelOutcome, LoadResult
 from kvferry.transceiver.sessions import InboundSession, LoadSession, SessionState, Verdict
 from kvferry.transceiver.stats import FailureClass, StatsRecorder
-
-logger = logging.getLogger(__name__)
 
 _REMEMBERED_ENDS = 4096
 
@@ -114,7 +111,7 @@ class LoadTable:
             self._doubtful.pop(load.load_id, None)
             callbacks, load.on_quiet = load.on_quiet, []
         for callback in callbacks:
-            self._call(callback, f"on_quiet of load {load.load_id}")
+            self._stats.call(callback, f"on_quiet of load {load.load_id}")
 
     def when_quiet(self, load_id: int, on_quiet: Callable[[], None]) -> None:
         with self._lock:
@@ -122,7 +119,7 @@ class LoadTable:
             if load is not None:
                 load.on_quiet.append(on_quiet)
                 return
-        self._call(on_quiet, f"on_quiet of load {load_id}")
+        self._stats.call(on_quiet, f"on_quiet of load {load_id}")
 
     def by_peer(self) -> dict[tuple[str, str], list[int]]:
         """Transfer ids to keep alive, by the (endpoint, incarnation) that holds them."""
@@ -162,11 +159,4 @@ class LoadTable:
             return in_doubt
 
     def _report(self, load: InboundSession, result: LoadResult) -> None:
-        self._call(lambda: load.on_done(result), f"on_done of load {load.load_id}")
-
-    def _call(self, callback: Callable[[], None], what: str) -> None:
-        try:
-            callback()
-        except Exception:
-            self._stats.callback_error()
-            logger.exception("%s", what)
+        self._stats.call(lambda: load.on_done(result), f"on_done of load {load.load_id}")

@@ -51,7 +51,7 @@ class PushHalf(PushSide):
             nonce=new_nonce(),
             writer=writer,
             tables=tuple(
-                BlockTable(table.block_ids, tuple(pool.generations[list(table.block_ids)].tolist()), table.first_block)
+                BlockTable(table.block_ids, pool.generations_of(table.block_ids), table.first_block)
                 for pool, table in zip(self._pools, tables, strict=True)
             ),
             tokens=tokens,

@@ -356,7 +356,7 @@ class Pushes:
         session.part = None
         session.waiting.clear()
         if verdict is not None:
-            self._call(lambda: session.on_failed(verdict.message))
+            self._stats.call(lambda: session.on_failed(verdict.message), f"on_failed of push {session.push_id}")
 
     def _tell(self, session: PushSession, note: Notification) -> None:
         """Whoever granted asks when it hears nothing."""
@@ -371,11 +371,4 @@ class Pushes:
         self._sent()
 
     def _release(self, part: PushPart) -> None:
-        self._call(part.on_release)
-
-    def _call(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception:
-            self._stats.callback_error()
-            logger.exception("a push's callback")
+        self._stats.call(part.on_release, "on_release of a push's part")

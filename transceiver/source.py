@@ -192,11 +192,7 @@ class Source:
 
     def _release(self, sessions: Iterable[SourceSession]) -> None:
         for session in sessions:
-            try:
-                session.on_release()
-            except Exception:
-                self._stats.callback_error()
-                logger.exception("on_release of transfer %d", session.transfer_id)
+            self._stats.call(session.on_release, f"on_release of transfer {session.transfer_id}")
 
 
 def _check_covers(local: RankInfo, tables: Sequence[BlockTable], tokens: TokenRange) -> None:

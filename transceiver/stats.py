@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
+logger = logging.getLogger(__name__)
 
 
 class FailureClass(Enum):
@@ -95,9 +98,14 @@ class StatsRecorder:
         with self._lock:
             self._stats = replace(self._stats, fences=self._stats.fences + 1)
 
-    def callback_error(self) -> None:
-        with self._lock:
-            self._stats = replace(self._stats, callback_errors=self._stats.callback_errors + 1)
+    def call(self, callback: Callable[[], None], what: str) -> None:
+        """Calls what another part handed in. An error of it is logged under the name `what` and counted."""
+        try:
+            callback()
+        except Exception:
+            with self._lock:
+                self._stats = replace(self._stats, callback_errors=self._stats.callback_errors + 1)
+            logger.exception("%s", what)
 
     def snapshot(self, *, open_holds: int, open_loads: int, in_doubt: int) -> TransferStats:
         with self._lock:

@@ -65,7 +65,7 @@ class WirePools:
 
     def tables(self, taken: WireSlots) -> tuple[BlockTable, ...]:
         return tuple(
-            BlockTable(slots, tuple(pool.generations[list(slots)].tolist()), first)
+            BlockTable(slots, pool.generations_of(slots), first)
             for pool, slots, first in zip(self._wire, taken.slots, taken.first_blocks, strict=True)
         )
 
