@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import random_checkpoint
 from families import BLOCK, DISAGGREGATED, FAMILIES, LENGTHS, OPT_IN_REUSE, WITHOUT_REUSE
-from plain_cluster import PlainCluster
+from plain_cluster import PlainCluster, running_pair
 
 from kvferry.core import DType, GroupKind, KVLayout, SamplingParams
 from kvferry.models import load_model, torch_operators
@@ -78,19 +78,13 @@ def pair(
         "kv_cache.tokens_per_block": BLOCK,
         "kv_cache.snapshot_tokens": SNAPSHOT_TOKENS,
         "router.lost_after_s": 60.0,  # a busy machine is no fault here, and a replay would move more bytes
-        "engine.threads": 1,
-        "state_dir": work_dir,
         "transceiver.backend": backend,
         "transceiver.runtime": runtime,
     }
     if name in OPT_IN_REUSE and manager == "V2":
         settings["kv_cache.prefix_reuse"] = "true"
-    cluster = PlainCluster(model_dir, work_dir, settings)
-    try:
-        cluster.start(prefill=1, decode=1)
+    with running_pair(model_dir, work_dir, settings) as cluster:
         yield FamilyPair(name, manager, cluster)
-    finally:
-        cluster.close()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

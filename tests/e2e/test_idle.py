@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from plain_cluster import PlainCluster
+from plain_cluster import running_pair
 
 from kvferry.transceiver.implementation import RuntimeTimes
 
@@ -40,12 +40,8 @@ def test_an_idle_worker_uses_less_than_a_fiftieth_of_a_core(
         "kv_cache.bytes": 4 << 20,
         "transceiver.backend": backend,
         "transceiver.runtime": runtime,
-        "engine.threads": 1,
-        "state_dir": tmp_path,
     }
-    cluster = PlainCluster(tiny_llama_dir, tmp_path, settings)
-    try:
-        cluster.start(1, 1)
+    with running_pair(tiny_llama_dir, tmp_path, settings) as cluster:
         assert cluster.complete(PROMPT).route["disaggregated"] is True
         cluster.assert_baseline()
         time.sleep(RuntimeTimes(1.0).first_contact_s + 0.5)
@@ -55,5 +51,3 @@ def test_an_idle_worker_uses_less_than_a_fiftieth_of_a_core(
         elapsed_s = time.monotonic() - started_s
         shares = {name: (cpu_s(pid) - before[name]) / elapsed_s for name, pid in pids.items()}
         assert max(shares.values()) < MAX_CORE_SHARE, shares
-    finally:
-        cluster.close()

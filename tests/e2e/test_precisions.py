@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plain_cluster import PlainCluster
+from plain_cluster import running_pair
 
 from kvferry.core import DType, SamplingParams
 from kvferry.engine import KV_DTYPES, LLM
@@ -32,20 +32,14 @@ def test_answers_are_those_of_one_worker(
         expected = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], GREEDY)
     settings = {
         "engine.precision": precision,
-        "engine.threads": 1,
         "kv_cache.dtype": kv_dtype,
         "kv_cache.bytes": 128 << 20,
         "router.lost_after_s": 60.0,  # a busy machine is no fault here
-        "state_dir": tmp_path,
         "transceiver.backend": backend,
     }
-    cluster = PlainCluster(smollm2_dir, tmp_path, settings)
-    try:
-        cluster.start(prefill=1, decode=1)
+    with running_pair(smollm2_dir, tmp_path, settings) as cluster:
         for prompt, alone in zip(prompts, expected, strict=True):
             completed = cluster.complete(prompt, GREEDY)
             assert completed.token_ids == alone.token_ids
             assert completed.route["transferred_bytes"] == len(prompt) * TOKEN_NBYTES[stored]
         cluster.assert_baseline()
-    finally:
-        cluster.close()

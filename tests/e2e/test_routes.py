@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from libraries import needs_mooncake
-from plain_cluster import PlainCluster
+from plain_cluster import running_pair
 
 KV_TOKEN_NBYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, dim, fp32
 LENGTHS = (1, 16, 65, 700)
@@ -71,13 +71,9 @@ def test_answers_are_golden_and_blocks_return(
     settings, *pairs = ROUTES[route]
     common = {
         "kv_cache.bytes": 256 << 20,
-        "engine.threads": 1,
         "router.lost_after_s": 60.0,  # a busy machine is no fault here
-        "state_dir": tmp_path,
     }
-    cluster = PlainCluster(smollm2_dir, tmp_path, {**common, **settings})
-    try:
-        cluster.start(prefill=1, decode=1)
+    with running_pair(smollm2_dir, tmp_path, {**common, **settings}) as cluster:
         for name, (transceiver, manager) in zip(("prefill-0", "decode-0"), pairs, strict=True):
             server = cluster.servers[name]
             resolution = server.facts["resolution"]
@@ -93,5 +89,3 @@ def test_answers_are_golden_and_blocks_return(
             assert_golden(reference.load(smollm2_dir), prompt, completed.token_ids)
             assert completed.route["transferred_bytes"] == length * KV_TOKEN_NBYTES
         cluster.assert_baseline()
-    finally:
-        cluster.close()

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from plain_cluster import GREEDY, PlainCluster
+from shaky_pair import IN_PARTS, LEASE_S, TIMEOUT_S, start_shaky
 
 from kvferry.cli.client import token_request
 from kvferry.core import UnavailableError
 
 BLOCKS = 64
 BLOCK = 16
-TIMEOUT_S = 3.0
-LEASE_S = 2.0
 PROMPT_BLOCKS = 40
 LATE_PARTS = 8
 """How many operations come before the last parts: ten parts, and first contact where there was none."""
@@ -29,14 +28,7 @@ Prompt = Callable[[int, int], list[int]]
 @pytest.fixture(scope="module")
 def shaky(start_plain: Any) -> Iterator[PlainCluster]:
     """Both workers' agents misbehave on command; a prompt of 40 blocks is computed in ten steps at least."""
-    settings = {
-        "router.schedule": "decode_first",
-        "prefill.engine.step_token_budget": 64,
-        "transceiver.transfer_timeout_ms": int(1000 * TIMEOUT_S),
-        "transceiver.lease_s": LEASE_S,
-        "router.worker_wait_s": 1,
-    }
-    cluster = start_plain(1, 1, BLOCKS, faulty=("prefill-0", "decode-0"), **settings)
+    cluster = start_shaky(start_plain, BLOCKS, **IN_PARTS)
     yield cluster
     cluster.close()
 

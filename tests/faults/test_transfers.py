@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 from plain_cluster import GREEDY, PlainCluster
+from shaky_pair import LEASE_S, TIMEOUT_S, start_shaky
 
 from kvferry.cli.client import Completed, token_request
 from kvferry.core import ErrorCode, KVFerryError
 
 BLOCKS = 48
 BLOCK = 16
-TIMEOUT_S = 3.0
-LEASE_S = 2.0
 
 Prompt = Callable[[int, int], list[int]]
 
@@ -27,12 +26,7 @@ Prompt = Callable[[int, int], list[int]]
 @pytest.fixture(scope="module")
 def shaky(start_plain: Any) -> Iterator[PlainCluster]:
     """Both workers' agents and forward passes misbehave on command; pools of 768 tokens."""
-    settings = {
-        "transceiver.transfer_timeout_ms": int(1000 * TIMEOUT_S),
-        "transceiver.lease_s": LEASE_S,
-        "router.worker_wait_s": 1,
-    }
-    cluster = start_plain(1, 1, BLOCKS, faulty=("prefill-0", "decode-0"), **settings)
+    cluster = start_shaky(start_plain, BLOCKS)
     yield cluster
     cluster.close()
 

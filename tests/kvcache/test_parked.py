@@ -71,17 +71,27 @@ def values(manager: KVCacheManager, cache: KVCache, group: int) -> list[float]:
     return held[: cache.history - cache.first_block(group) * SIZE]
 
 
-def test_what_the_host_tier_has_no_room_for_is_parked_on_disk(make_parking: MakeDisk) -> None:
-    manager = make_parking()
+def suspended(manager: KVCacheManager) -> KVCache:
     cache = manager.open("", PROMPT, max_reuse=0)
     write(manager, cache, PROMPT, 18)
     assert cache.suspend()
-    # Five full blocks; the token at 18 looks back to 13, in block 3 of 5.
-    assert parked(manager) == [0, 5 + 2]
-    assert manager.counts().free == manager.counts().total
+    return cache
+
+
+def pass_through_all_pages(manager: KVCacheManager) -> None:
+    """A request that overwrites what others have left."""
     other = manager.open("x", PROMPT, max_reuse=0)
     write(manager, other, [7] * 32, 32)
     other.close()
+
+
+def test_what_the_host_tier_has_no_room_for_is_parked_on_disk(make_parking: MakeDisk) -> None:
+    manager = make_parking()
+    cache = suspended(manager)
+    # Five full blocks; the token at 18 looks back to 13, in block 3 of 5.
+    assert parked(manager) == [0, 5 + 2]
+    assert manager.counts().free == manager.counts().total
+    pass_through_all_pages(manager)
     cache.resume(PROMPT)
     assert values(manager, cache, 0) == [float(token) for token in PROMPT[:18]]
     assert values(manager, cache, 1) == [float(token) for token in PROMPT[12:18]]
@@ -100,9 +110,7 @@ def test_what_is_parked_on_disk_is_read_before_it_is_resumed(
         cache.prepare_resume()
     write(manager, cache, PROMPT, 18)
     assert cache.suspend()
-    other = manager.open("x", PROMPT, max_reuse=0)
-    write(manager, other, [7] * 32, 32)
-    other.close()
+    pass_through_all_pages(manager)
     shelves = manager._books.host._disk.shelves  # type: ignore[attr-defined]
     shelves[0]._writer.submit(int).result()
     for shelf in shelves:
@@ -134,9 +142,7 @@ def test_a_cache_that_is_closed_while_it_is_read_leaves_nothing(
     make_parking: MakeDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
+    cache = suspended(manager)
     cache.prepare_resume()
     cache.close()
     assert parked(manager) == [0, 0]
@@ -145,9 +151,7 @@ def test_a_cache_that_is_closed_while_it_is_read_leaves_nothing(
 
 def test_a_parked_cache_that_was_torn_is_lost_and_says_so(make_parking: MakeDisk, tmp_path: Path) -> None:
     manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
+    cache = suspended(manager)
     other = manager.open("x", PROMPT, max_reuse=0)  # nothing of it is left in the pools
     write(manager, other, [7] * 32, 32)
     other.close()
@@ -185,12 +189,8 @@ def test_a_cache_that_a_full_disk_did_not_take_is_lost_and_says_so(
 ) -> None:
     monkeypatch.setattr(os, "pwrite", pwrite)
     manager = make_parking()
-    cache = manager.open("", PROMPT, max_reuse=0)
-    write(manager, cache, PROMPT, 18)
-    assert cache.suspend()
-    other = manager.open("x", PROMPT, max_reuse=0)
-    write(manager, other, [7] * 32, 32)
-    other.close()
+    cache = suspended(manager)
+    pass_through_all_pages(manager)
     for shelf in manager._books.host._disk.shelves:  # type: ignore[attr-defined]
         shelf._writer.submit(int).result()
         shelf._forget_written()

@@ -251,6 +251,17 @@ class PlainCluster:
         return "\n".join(lines)
 
 
+@contextlib.contextmanager
+def running_pair(model_dir: Path, work_dir: Path, settings: Settings) -> Iterator[PlainCluster]:
+    """One prefill and one decode worker of a thread each, ended with the block."""
+    cluster = PlainCluster(model_dir, work_dir, {"engine.threads": 1, "state_dir": work_dir, **settings})
+    try:
+        cluster.start(prefill=1, decode=1)
+        yield cluster
+    finally:
+        cluster.close()
+
+
 LIVE = frozenset({"queued", "running", "held", "reserved", "loading", "prefilling", "suspended"})
 
 

@@ -28,6 +28,19 @@ NIXL_V1, NIXL_CPP = "NIXL/PYTHON/V1", "NIXL/CPP/V1"
 UCX = "UCX/CPP/V1"
 MOONCAKE = "MOONCAKE/PYTHON/V2"
 SHM_V1, SHM_CPP = "SHM/PYTHON/V1", "SHM/CPP/V1"
+PAIRS = [
+    (NIXL, NIXL),
+    (NIXL_CPP, NIXL_CPP),
+    (NIXL_V1, NIXL_CPP),
+    (NIXL_CPP, NIXL_V1),
+    (UCX, UCX),
+    (SHM, SHM),
+    (SHM_CPP, SHM_CPP),
+    (SHM_V1, SHM_CPP),
+    (SHM_CPP, SHM_V1),
+    (VMREAD, VMREAD),
+]
+"""(source, destination), each backend/runtime/manager; MOONCAKE beside them, which needs a library and only pulls."""
 DIGEST = bytes(range(32))
 BLOCKS = 64
 THIRD_PARTY = Path(__file__).with_name("vmread")

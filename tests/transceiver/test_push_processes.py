@@ -11,35 +11,17 @@ from transfer_processes import (
     BLOCKS,
     LAYOUT,
     NIXL,
-    NIXL_CPP,
-    NIXL_V1,
-    SHM,
-    SHM_CPP,
-    SHM_V1,
+    PAIRS,
     THIRD_PARTY,
     UCX,
-    VMREAD,
     Destination,
     SourceProcess,
 )
 
 from kvferry.resolution import default_catalog
 
-PUSH_ROUTES = [
-    (NIXL, NIXL),
-    (NIXL_CPP, NIXL_CPP),
-    (NIXL_V1, NIXL_CPP),
-    (NIXL_CPP, NIXL_V1),
-    (UCX, UCX),
-    (SHM, SHM),
-    (SHM_CPP, SHM_CPP),
-    (SHM_V1, SHM_CPP),
-    (SHM_CPP, SHM_V1),
-    (VMREAD, VMREAD),
-]
 
-
-@pytest.fixture(params=PUSH_ROUTES, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
+@pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
 def ends(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[SourceProcess, Destination]]:

@@ -15,13 +15,11 @@ from transfer_processes import (
     MOONCAKE,
     NIXL,
     NIXL_CPP,
-    NIXL_V1,
+    PAIRS,
     SHM,
     SHM_CPP,
-    SHM_V1,
     THIRD_PARTY,
     UCX,
-    VMREAD,
     Destination,
     SourceProcess,
 )
@@ -31,23 +29,10 @@ from kvferry.kvcache import BlockHold
 from kvferry.resolution import default_catalog
 from kvferry.transceiver.implementation import RuntimeTimes
 
-PAIRS = [
-    (NIXL, NIXL),
-    (NIXL_CPP, NIXL_CPP),
-    (NIXL_V1, NIXL_CPP),
-    (NIXL_CPP, NIXL_V1),
-    (UCX, UCX),
-    pytest.param((MOONCAKE, MOONCAKE), marks=needs_mooncake),
-    (SHM, SHM),
-    (SHM_CPP, SHM_CPP),
-    (SHM_V1, SHM_CPP),
-    (SHM_CPP, SHM_V1),
-    (VMREAD, VMREAD),
-]
-"""(source, destination), each backend/runtime/manager."""
+MOONCAKE_PAIR = pytest.param((MOONCAKE, MOONCAKE), marks=needs_mooncake)
 
 
-@pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
+@pytest.fixture(params=[*PAIRS, MOONCAKE_PAIR], ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
 def routes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
     """(source's, destination's); the third party's distribution is on the path."""
     monkeypatch.syspath_prepend(THIRD_PARTY)
