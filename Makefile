@@ -84,10 +84,11 @@ pytest: setup
 	@mkdir -p build
 	@echo 'two runs side by side: $(CLUSTERS); the other folders into $(OTHERS_LOG)'
 	@export OMP_NUM_THREADS=1; \
-	$(BIN)/pytest $(addprefix --ignore=,$(CLUSTERS)) > $(OTHERS_LOG) 2>&1 & others=$$!; \
+	PYTHONUNBUFFERED=1 $(BIN)/pytest $(addprefix --ignore=,$(CLUSTERS)) > $(OTHERS_LOG) 2>&1 & others=$$!; \
 	trap 'kill $$others 2>/dev/null' INT TERM; \
 	$(BIN)/pytest -o cache_dir=build/pytest-cache $(CLUSTERS); first=$$?; \
 	wait $$others; second=$$?; cat $(OTHERS_LOG); \
+	echo "exit codes: $$first ($(CLUSTERS)), $$second (the other folders)"; \
 	[ $$first -eq 0 ] && [ $$second -eq 0 ]
 
 test-slow: setup
