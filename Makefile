@@ -77,7 +77,7 @@ format: setup
 	$(BIN)/ruff format .
 
 # Two at once, for two cores: what starts clusters, and everything else, whose output is kept in a file and shown at the
-# end.
+# end, the last of it once more where it failed.
 CLUSTERS := $(addprefix tests/,bench cli cluster e2e faults)
 OTHERS_LOG := build/pytest-others.log
 pytest: setup
@@ -89,6 +89,7 @@ pytest: setup
 	$(BIN)/pytest -o cache_dir=build/pytest-cache $(CLUSTERS); first=$$?; \
 	wait $$others; second=$$?; cat $(OTHERS_LOG); \
 	echo "exit codes: $$first ($(CLUSTERS)), $$second (the other folders)"; \
+	[ $$second -eq 0 ] || grep -v '^SKIPPED' $(OTHERS_LOG) | tail -n 120; \
 	[ $$first -eq 0 ] && [ $$second -eq 0 ]
 
 test-slow: setup
