@@ -45,7 +45,9 @@ class HTTPClient(Client):
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:  # needs a running loop
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            # A connection for each call: llama-server closes one after a stream without having said so, and what is
+            # then sent over it is lost.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         return self._session
 
     async def close(self) -> None:

@@ -61,6 +61,17 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_a_failure(fault: str,
     assert says in call.failure
 
 
+async def test_every_call_has_a_connection_of_its_own() -> None:
+    """Some servers close one after a stream without having said so: the next request over it would be lost."""
+    with serving("once") as base:
+        client = HTTPClient(base, "m")
+        try:
+            calls = [await client.call(Ask([1, 2, 3], 4)) for _ in range(3)]
+        finally:
+            await client.close()
+    assert [(call.failure, call.tokens) for call in calls] == [("", 4)] * 3
+
+
 async def test_nobody_listening_is_a_failure() -> None:
     call = await one_call("http://127.0.0.1:9", Ask([1], 1))
     assert "Connect" in call.failure

@@ -3,22 +3,27 @@
     python fake_completions.py --port N [--fault FAULT] [flags of other servers, which it ignores]
 
 Faults: usage (says it made one token more), error (an error event in the middle), cut (the connection breaks off),
-refuse (status 503), silent (never serves), dies (ends at once).
+refuse (status 503), once (a connection that it says stays open is reset when a second request comes over it, as
+servers do that close after a stream without saying so), silent (never serves), dies (ends at once).
 """
 
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TOKEN_S = 0.005
+_LINGER_NONE = struct.pack("ii", 1, 0)
 
 
 class Completions(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     fault = ""
+    answered = 0  # requests over this connection
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -27,10 +32,16 @@ class Completions(BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def do_POST(self) -> None:
+        if self.answered:
+            self.close_connection = True
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
+            return
         ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.close_connection = True
+        self.answered += 1
+        self.close_connection = self.fault != "once"
         self.send_response(503 if self.fault == "refuse" else 200)
-        self.send_header("Connection", "close")
+        name, value = ("Connection", "close") if self.close_connection else ("Transfer-Encoding", "chunked")
+        self.send_header(name, value)
         self.end_headers()
         if self.fault == "refuse":
             self.wfile.write(b"no room")
@@ -46,10 +57,15 @@ class Completions(BaseHTTPRequestHandler):
         self._event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         made = ask["max_tokens"] + (self.fault == "usage")
         self._event({"choices": [], "usage": {"prompt_tokens": len(ask["prompt"]), "completion_tokens": made}})
-        self.wfile.write(b"data: [DONE]\n\n")
+        self._line(b"data: [DONE]\n\n")
+        if not self.close_connection:
+            self.wfile.write(b"0\r\n\r\n")
 
     def _event(self, event: dict[str, object]) -> None:
-        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self._line(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _line(self, line: bytes) -> None:
+        self.wfile.write(line if self.close_connection else b"%x\r\n%s\r\n" % (len(line), line))
         self.wfile.flush()
 
     def log_message(self, format: str, *values: object) -> None:
