@@ -10,9 +10,9 @@ namespace kvferry::native {
 // Outputs of a linear that lie side by side in its packed weight: [panel][column][kPanel], zero-padded.
 constexpr int kPanel = 32;
 
-// Columns summed in one go; then the sums go back to memory. So much of two panels, the next one being fetched already,
-// stays in the second-level cache beside a block of rows.
-constexpr int kDepth = 768;
+// Columns summed in one go; then the sums go back to memory. So much of a panel, 24 KB, stays in the first-level cache
+// until the last tile of rows has read it, while the next so much is being fetched.
+constexpr int kDepth = 192;
 // The distance of rows in a copy of x made for the kernels: a constant costs no registers, and an odd number of cache
 // lines keeps the rows from evicting each other.
 constexpr int kSpreadStride = kDepth + 16;

@@ -8,8 +8,8 @@ namespace kvferry::native {
 
 namespace {
 
-// Rows a panel serves before the next one is taken: a multiple of every tile height, and so many that they and two
-// panels, all kDepth columns deep at most, fit into the second-level cache.
+// Rows a panel serves before the next one is taken: a multiple of every tile height, and so many that they fit into the
+// second-level cache.
 int row_block(int columns) { return columns <= 640 ? 144 : 72; }
 
 constexpr int kFewRows = 4;     // taken from x itself: so few fit into registers and cache as they lie

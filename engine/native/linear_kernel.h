@@ -8,15 +8,6 @@ using kvferry::native::kDepth;
 using kvferry::native::kSpreadStride;
 using kvferry::native::LinearArgs;
 
-inline void run(const Tile& tile, int rows, bool spread) {
-  if (!spread)
-    multiply<Fetch::kPanel>(tile, rows);
-  else if (rows <= kTileRows)
-    multiply<Fetch::kPanel, kSpreadStride>(tile, rows);
-  else
-    multiply<Fetch::kNextPanel, kSpreadStride>(tile, rows);
-}
-
 void linear(const LinearArgs& args, int first_row, int last_row, int first_panel, int last_panel) {
   for (int panel = first_panel; panel < last_panel; ++panel)
     for (int column = 0; column < args.columns; column += kDepth) {
@@ -32,8 +23,12 @@ void linear(const LinearArgs& args, int first_row, int last_row, int first_panel
           .bias = args.bias && column == 0 ? args.bias + panel * kPanel : nullptr,
           .width = args.outputs - panel * kPanel,
       };
-      if (args.spread) tile.a = args.spread + (block * args.spread_rows + first_row) * kSpreadStride;
-      run(tile, last_row - first_row, args.spread != nullptr);
+      if (args.spread) {
+        tile.a = args.spread + (block * args.spread_rows + first_row) * kSpreadStride;
+        multiply<Fetch::kNext, kSpreadStride>(tile, last_row - first_row);
+      } else {
+        multiply<Fetch::kNext>(tile, last_row - first_row);
+      }
     }
 }
 

@@ -7,18 +7,14 @@
 namespace {
 
 using kvferry::native::kPanel;
-using kvferry::native::kSharingTiles;
 
 // Rows whose sums fit into the registers beside the panel's vectors.
 constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
-// How far ahead of use a panel is fetched, in floats: a page, which is where the hardware's own streams end.
-constexpr std::ptrdiff_t kAhead = 1024;
 
-// What is fetched while a tile is computed.
+// What is fetched while tiles are computed.
 enum class Fetch {
   kNothing,
-  kPanel,      // this panel, a page ahead
-  kNextPanel,  // the next one, for tiles whose panel is in the cache already
+  kNext,  // what of B lies behind it in memory, as much again: the next columns of the panel, or the next panel
 };
 
 struct Tile {
@@ -31,7 +27,7 @@ struct Tile {
   bool add;           // to what c holds
   const float* bias;  // of this panel's outputs, or null
   int width;          // columns of c, at most kPanel
-  const float* fetch = nullptr;  // kNextPanel: this tile's share of the next panel
+  const float* fetch = nullptr;  // kNext: this tile's share of it
   int sharing = 1;               // how many tiles fetch it
 };
 
@@ -61,16 +57,15 @@ void tile_part(const Tile& t, int first) {
   const std::ptrdiff_t a_stride = kStride ? kStride : t.a_stride;
   [[maybe_unused]] const float* fetch = t.fetch;
   [[maybe_unused]] std::ptrdiff_t step = 0;
-  if constexpr (kFetch == Fetch::kNextPanel) {
+  if constexpr (kFetch == Fetch::kNext) {
     step = (kVecs * kLanes + t.sharing - 1) / t.sharing;
     fetch += static_cast<std::ptrdiff_t>(first) * t.depth / t.sharing;
   }
   for (int k = 0; k < t.depth; ++k, b += kPanel) {
-    for (int line = 0; line < kVecs * kLanes; line += 16) {
-      if constexpr (kFetch == Fetch::kPanel) __builtin_prefetch(b + kAhead + line);
-      if constexpr (kFetch == Fetch::kNextPanel) __builtin_prefetch(fetch + line, 0, 2);
+    if constexpr (kFetch == Fetch::kNext) {
+      for (int line = 0; line < kVecs * kLanes; line += 16) __builtin_prefetch(fetch + line, 0, 2);
+      fetch += step;
     }
-    if constexpr (kFetch == Fetch::kNextPanel) fetch += step;
     Vec panel[kVecs];
 #pragma GCC unroll 8
     for (int vec = 0; vec < kVecs; ++vec) panel[vec] = load(b + vec * kLanes);
@@ -108,20 +103,17 @@ inline void tile_of(const Tile& t, int rows) {
     tile_of<kFetch, kStride, kRows - 1>(t, rows);
 }
 
-// Any number of rows, in tiles of even height. kFetch: what is fetched by the last of them, or by few together.
+// Any number of rows, in tiles of even height. What is fetched is fetched by all of them, each its share: one alone would
+// have to wait for memory, which would be idle while the others compute.
 template <Fetch kFetch, int kStride = 0>
 inline void multiply(Tile t, int rows) {
   int tiles = (rows + kTileRows - 1) / kTileRows;
-  const std::ptrdiff_t panel = static_cast<std::ptrdiff_t>(t.depth) * kPanel;
-  t.sharing = tiles <= kSharingTiles ? tiles : 1, t.fetch = t.b + panel;
+  const std::ptrdiff_t whole = static_cast<std::ptrdiff_t>(t.depth) * kPanel;
+  t.sharing = tiles, t.fetch = t.b + whole;
   for (; tiles > 0; --tiles) {
     const int height = (rows + tiles - 1) / tiles;
-    if (tiles > t.sharing || (kFetch != Fetch::kNextPanel && tiles > 1)) {
-      tile_of<Fetch::kNothing, kStride>(t, height);
-    } else {
-      tile_of<kFetch, kStride>(t, height);
-      t.fetch += panel / t.sharing;
-    }
+    tile_of<kFetch, kStride>(t, height);
+    t.fetch += whole / t.sharing;
     t.a += height * (kStride ? kStride : t.a_stride), t.c += height * t.c_stride, rows -= height;
   }
 }

@@ -52,7 +52,7 @@ def test_linear(rows: int, outputs: int, columns: int, biased: bool, seed: int) 
     torch.testing.assert_close(linear(x, add_to=y).double(), expected, rtol=0, atol=2e-6 * columns**0.5 * 4)
 
 
-@pytest.mark.parametrize("columns", [767, 768, 769, 2048])
+@pytest.mark.parametrize("columns", [191, 192, 193, 769, 2048])
 @pytest.mark.parametrize("rows", [1, 4, 5, 300])
 def test_deep_and_tall_linears(columns: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(columns)
