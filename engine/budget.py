@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Protocol
 
 MIN_CHUNK_TOKENS = 16
 _SMOOTHING = 0.3
+_REMEMBERED = 5
+"""Steps whose median counts: one or two that another process held up say nothing about the next."""
 
 
 class StepBudget:
     """Follows the measured cost of a token so that a step stays under a time limit.
 
-    The limit is what a cancel or a new stream waits for at most. Starts low and grows, so that the first step
-    of a slow machine does not overshoot.
+    The limit is what a cancel or a new stream waits for at most; but where a step takes long even without a prompt in
+    it, twice as long is allowed, since shorter chunks would cost throughput and gain little. Starts low and grows, so
+    that the first step of a slow machine does not overshoot.
     """
 
     def __init__(self, most_tokens: int, max_step_ms: float) -> None:
         self._most_tokens = most_tokens
         self._max_step_s = max_step_ms / 1000.0
         self._tokens = min(most_tokens, 64)
+        self._affordable: deque[float] = deque(maxlen=_REMEMBERED)
+        self._light_s: deque[float] = deque(maxlen=_REMEMBERED)
 
     @property
     def tokens(self) -> int:
         return self._tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Notes that a step of `tokens` took `seconds`. Small steps say little about the cost of a large one."""
-        if tokens < min(MIN_CHUNK_TOKENS, self._tokens) or seconds <= 0:
+        """Notes that a step of `tokens` took `seconds`."""
+        if seconds <= 0:
+            return
+        if tokens < min(MIN_CHUNK_TOKENS, self._tokens):
+            self._light_s.append(seconds)
+            return
+        limit_s = max(self._max_step_s, 2.0 * median(self._light_s)) if self._light_s else self._max_step_s
+        # Much of a short chunk's time is what any step costs, which a longer one would not pay twice.
+        if 2 * tokens < self._tokens and seconds <= limit_s:
             return
         # Aim below the limit: the next chunk attends over a longer context than this one did.
-        affordable = tokens * (0.8 * self._max_step_s) / seconds
-        target = min(affordable, 2.0 * self._tokens)
+        self._affordable.append(tokens * (0.8 * limit_s) / seconds)
+        target = min(median(self._affordable), 2.0 * self._tokens)
         smoothed = self._tokens + _SMOOTHING * (target - self._tokens) if target > self._tokens else target
         self._tokens = max(MIN_CHUNK_TOKENS, min(self._most_tokens, int(smoothed)))
 

@@ -67,3 +67,48 @@ def test_a_decode_step_says_nothing_about_prompts() -> None:
     before = budget.tokens
     budget.observe(4, 0.2)
     assert budget.tokens == before
+
+
+def steady(tokens_per_s: float = 1000.0) -> StepBudget:
+    budget = StepBudget(512, 250.0)
+    for _ in range(30):
+        budget.observe(budget.tokens, budget.tokens / tokens_per_s)
+    return budget
+
+
+def test_a_step_that_was_held_up_once_or_twice_changes_nothing() -> None:
+    budget = steady()
+    before = budget.tokens
+    for _ in range(2):
+        budget.observe(before, 4 * before * 0.001)
+    assert budget.tokens == before
+
+
+def test_a_machine_that_stays_slow_is_followed() -> None:
+    budget = steady()
+    for _ in range(3):
+        budget.observe(budget.tokens, budget.tokens * 0.004)
+    assert budget.tokens == 50  # at 4 ms per token
+
+
+def test_the_rest_of_a_prompt_says_nothing_about_whole_chunks() -> None:
+    budget = steady()
+    before = budget.tokens
+    for _ in range(9):
+        budget.observe(20, 0.060)
+    assert budget.tokens == before
+
+
+def test_a_short_chunk_that_takes_too_long_counts() -> None:
+    budget = steady()
+    for _ in range(3):
+        budget.observe(20, 0.400)
+    assert budget.tokens == MIN_CHUNK_TOKENS
+
+
+def test_where_steps_are_long_without_prompts_too_a_chunk_may_take_twice_as_long() -> None:
+    budget = StepBudget(512, 250.0)
+    for _ in range(30):
+        budget.observe(4, 0.5)
+        budget.observe(budget.tokens, budget.tokens * 0.008)
+    assert 95 <= budget.tokens <= 100  # .8 of 1 s; .8 of 250 ms would be 25
