@@ -35,6 +35,16 @@ def test_greedy_takes_the_largest() -> None:
     assert one([0.1, 3.0, 2.9], temperature=0.0) == 1
 
 
+@pytest.mark.parametrize("vocab", [64 * 37, 64 * 37 + 5])
+def test_greedy_takes_the_first_of_equals_wherever_they_lie(vocab: int) -> None:
+    rows = [RowRequest(SamplingParams(temperature=0.0), 0)] * 5
+    logits = torch.zeros(5, vocab)
+    for row, places in enumerate(((0, vocab - 1), (63, 64), (130, 140), (vocab - 1, vocab - 2), ())):
+        logits[row, list(places)] = 3.0
+    logits[4] = float("-inf")
+    assert [sampled.token_id for sampled in sample(logits, rows)] == [0, 63, 130, vocab - 2, 0]
+
+
 def test_frequencies_follow_the_softmax() -> None:
     logits = [0.0, 1.0, 2.0]
     expected = torch.softmax(torch.tensor(logits), 0).tolist()
