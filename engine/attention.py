@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +21,10 @@ from kvferry.kvcache import KVPool
 from kvferry.kvcache.rows import decode_rows, encode_rows
 from kvferry.models.rope import rotate
 
+if TYPE_CHECKING:
+    from kvferry.engine.native.kernels import AttentionStep
+    from kvferry.engine.native_attention import NativeGroupStep
+
 
 class PagedAttention:
     """`models.Attention`, bound to one step. `pools` and each chunk's tables are in layer-group order; groups of
@@ -32,6 +36,7 @@ class PagedAttention:
     def __init__(
         self, pools: Sequence[KVPool], chunks: Sequence[AttentionChunk], kernels: Kernels = Kernels.AUTO
     ) -> None:
+        self.rows = sum(chunk.length for chunk in chunks)
         self._where = {
             layer: (group, index)
             for group, pool in (
@@ -57,21 +62,40 @@ class PagedAttention:
         step = group.step if sinks is None else group.sink_step
         return step.attend(index, q, k, v, scale, turn, sinks)
 
+    def native_places(
+        self, layers: Sequence[int], shapes: Sequence[tuple[int, int]]
+    ) -> list[tuple[AttentionStep, int]] | None:
+        """For kernels that attend by themselves: of each layer its group's step and its offset there, in bytes. None
+        where a layer is not attended by the compiled kernels. shapes: KV heads and their size; raises ValueError where
+        a pool has others."""
+        places = []
+        for layer, shape in zip(layers, shapes, strict=True):
+            group, index = self._where[layer]
+            if group.native is None:
+                return None
+            layout = group.native.layout
+            if shape != (layout.kv_heads, layout.head_dim):
+                raise ValueError(f"layer {layer} has KV heads {shape}, its pool {layout.kv_heads, layout.head_dim}")
+            places.append((group.native.step, index * layout.layer_nbytes))
+        return places
+
 
 class _Group:
-    """One layer group of the step. sink_step: for layers whose softmax has a sink, which the CPU's kernels lack."""
+    """One layer group of the step. native: None where the compiled kernels do not run. sink_step: for layers whose
+    softmax has a sink, which the CPU's kernels lack."""
 
     def __init__(self, pool: KVPool, chunks: Sequence[AttentionChunk], group: int, kernels: Kernels) -> None:
         self._pool, self._spans = pool, spans_of(pool.layout, chunks, group)
         self.step: GroupStep
-        if _runs_native(pool, kernels):
-            self.step = self._native_step()
+        self.native = self._native_step() if _runs_native(pool, kernels) else None
+        if self.native is not None:
+            self.step = self.native
         elif _runs_triton(pool, kernels):
             self.step = self.sink_step = self._triton_step()
         else:
             self.step = self.sink_step
 
-    def _native_step(self) -> GroupStep:
+    def _native_step(self) -> NativeGroupStep:
         from kvferry.engine.native_attention import NativeGroupStep
 
         return NativeGroupStep(self._pool, self._spans)

@@ -18,5 +18,6 @@ def operators_for(
     if not use_native(kernels, torch.device(device)):
         return torch_operators(linear, exact)
     from kvferry.engine.native_operators import rms_norm, silu_product
+    from kvferry.engine.native_stack import native_stack
 
-    return Operators(linear, exact, rms_norm, silu_product)
+    return Operators(linear, exact, rms_norm, silu_product, native_stack)

@@ -83,6 +83,20 @@ class LinearFactory(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear: ...
 
 
+class Layer(Protocol):
+    """One layer of a decoder, with what stands around its parts: norms and residual sums."""
+
+    def __call__(self, x: torch.Tensor, turn: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """x: [tokens, hidden], which it may write over. turn: as `Attention` has it. Returns [tokens, hidden]."""
+        ...
+
+
+class StackFactory(Protocol):
+    """Makes one layer of several, which it computes in their order."""
+
+    def __call__(self, layers: Sequence[Layer]) -> Layer: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's tokens, all sequences concatenated.

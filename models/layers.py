@@ -85,3 +85,17 @@ class SelfAttention:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed = attention(self.layer, q, k, v, self.head_dim**-0.5, turn)
         return self.out(mixed.reshape(x.shape[0], self.heads * self.head_dim), add_to=residual)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A norm and self-attention, a norm and a gated MLP: Llama's layer."""
+
+    attention_norm: RMSNorm
+    attention: SelfAttention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+    def __call__(self, x: torch.Tensor, turn: torch.Tensor, attention: Attention) -> torch.Tensor:
+        x = self.attention(self.attention_norm(x), turn, attention, x)
+        return self.mlp(self.mlp_norm(x), x)

@@ -10,7 +10,7 @@ import torch
 from kvferry.core import CheckpointError, DType, GroupKind, KVLayout, ModelLimits
 from kvferry.models.base import CausalLM, Config, ForwardBatch, Weights
 from kvferry.models.checked import count
-from kvferry.models.layers import GatedMLP, PackedRow, RMSNorm, SelfAttention, load_packed
+from kvferry.models.layers import DecoderLayer, GatedMLP, PackedRow, RMSNorm, SelfAttention, load_packed
 from kvferry.models.operators import Operators
 from kvferry.models.rope import Rope, rope_from_config
 from kvferry.models.sharding import embed, load_embedding, load_head, shard_of
@@ -107,7 +107,7 @@ class Llama(CausalLM):
         self._shard = shard_of(weights)
         self._embedding = load_embedding(weights, "model.embed_tokens.weight", size)
         self._held = self._shard.layers(c.layers)
-        self._layers = [_Layer.load(c, index, weights, operators) for index in self._held]
+        self._stack = operators.stack([_load_layer(c, index, weights, operators) for index in self._held])
         self._norm = RMSNorm(operators.rms_norm, weights.get("model.norm.weight", (c.hidden_size,)), c.norm_eps)
         head, at_hand = ("model.embed_tokens.weight", self._embedding) if c.tied else ("lm_head.weight", None)
         self._head = load_head(weights, head, size, at_hand, operators.linear)
@@ -137,43 +137,28 @@ class Llama(CausalLM):
         with torch.inference_mode():
             x = embed(batch, self._embedding)
             turn = self._turns.index_select(0, batch.positions).unsqueeze(1)
-            for layer in self._layers:
-                x = layer(x, turn, batch)
+            x = self._stack(x, turn, batch.attention)
             if self._head is None:
                 return x
             rows = x.index_select(0, batch.logit_rows)
             return self._head(self._norm(rows)).float()
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: RMSNorm
-    attention: SelfAttention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
+def _load_layer(c: LlamaConfig, index: int, weights: Weights, operators: Operators) -> DecoderLayer:
+    prefix = f"model.layers.{index}."
 
-    def __call__(self, x: torch.Tensor, turn: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        x = self.attention(self.attention_norm(x), turn, batch.attention, x)
-        return self.mlp(self.mlp_norm(x), x)
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(operators.rms_norm, weights.get(f"{prefix}{name}.weight", (c.hidden_size,)), c.norm_eps)
 
-    @classmethod
-    def load(cls, c: LlamaConfig, index: int, weights: Weights, operators: Operators) -> _Layer:
-        prefix = f"model.layers.{index}."
-
-        def norm(name: str, size: int) -> RMSNorm:
-            return RMSNorm(operators.rms_norm, weights.get(f"{prefix}{name}.weight", (size,)), c.norm_eps)
-
-        up = [PackedRow(f"{prefix}mlp.{name}_proj", c.intermediate_size, c.mlp_bias) for name in ("gate", "up")]
-        down = [PackedRow(f"{prefix}mlp.down_proj", c.hidden_size, c.mlp_bias)]
-        mlp = GatedMLP(
-            load_packed(weights, up, c.hidden_size, operators.linear),
-            operators.silu_product,
-            load_packed(weights, down, c.intermediate_size, operators.linear),
-        )
-        attention = _load_attention(c, index, weights, operators)
-        sizes = ("input_layernorm", "post_attention_layernorm")
-        first, second = (norm(name, c.hidden_size) for name in sizes)
-        return cls(first, attention, second, mlp)
+    up = [PackedRow(f"{prefix}mlp.{name}_proj", c.intermediate_size, c.mlp_bias) for name in ("gate", "up")]
+    down = [PackedRow(f"{prefix}mlp.down_proj", c.hidden_size, c.mlp_bias)]
+    mlp = GatedMLP(
+        load_packed(weights, up, c.hidden_size, operators.linear),
+        operators.silu_product,
+        load_packed(weights, down, c.intermediate_size, operators.linear),
+    )
+    attention = _load_attention(c, index, weights, operators)
+    return DecoderLayer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
 
 
 def _load_attention(c: LlamaConfig, index: int, weights: Weights, operators: Operators) -> SelfAttention:

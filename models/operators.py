@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.nn.functional import linear, silu
 
-from kvferry.models.base import Linear, LinearFactory
+from kvferry.models.base import Attention, Layer, Linear, LinearFactory, StackFactory
 
 
 class RMSNormOperator(Protocol):
@@ -26,12 +27,25 @@ class SiluProduct(Protocol):
 @dataclass(frozen=True, slots=True)
 class Operators:
     """linear: packs weights for the device, rounded where the precision is a low one. exact_linear: never rounded, for
-    routers, which choose by small differences and are small themselves."""
+    routers, which choose by small differences and are small themselves. stack: of layers whose parts these are."""
 
     linear: LinearFactory
     exact_linear: LinearFactory
     rms_norm: RMSNormOperator
     silu_product: SiluProduct
+    stack: StackFactory
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStack:
+    """One layer after the other."""
+
+    layers: Sequence[Layer]
+
+    def __call__(self, x: torch.Tensor, turn: torch.Tensor, attention: Attention) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, turn, attention)
+        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +77,4 @@ def silu_product(both: torch.Tensor) -> torch.Tensor:
 
 def torch_operators(linear: LinearFactory = plain_linear, exact_linear: LinearFactory | None = None) -> Operators:
     """What any device can run. exact_linear: None is the same as `linear`."""
-    return Operators(linear, exact_linear or linear, rms_norm, silu_product)
+    return Operators(linear, exact_linear or linear, rms_norm, silu_product, PlainStack)

@@ -34,4 +34,39 @@ void rms_norm(const float* x, std::ptrdiff_t x_stride, const float* weight, floa
 // both: [rows, 2 * columns], gate beside up.
 void silu_mul(const float* both, float* y, int rows, int columns, int threads);
 
+// A packed weight: of bytes where `is_int8`, else of floats.
+struct PackedLinear {
+  const void* packed;
+  const float* bias;  // or null
+  int outputs;
+  int columns;
+  bool is_int8;
+};
+
+// x += attention(norm(x)); x += down(silu(gate(norm(x))) * up(norm(x))). qkv: q beside k beside v.
+struct DecoderLayer {
+  const float* attention_norm;
+  float attention_eps;
+  PackedLinear qkv;
+  PackedLinear out;
+  int heads;
+  int kv_heads;
+  int dim;
+  float scale;  // of scores
+  const float* mlp_norm;
+  float mlp_eps;
+  PackedLinear gate_up;
+  PackedLinear down;
+};
+
+// Where a layer's K and V are in this step.
+struct LayerPlace {
+  PoolView pool;
+  std::span<const Span> spans;
+};
+
+// One layer after the other over x, [rows, hidden], in place. turn: see AttentionArgs.
+void decoder_layers(std::span<const DecoderLayer> layers, std::span<const LayerPlace> places, float* x, int hidden,
+                    int rows, const float* turn, int threads);
+
 }  // namespace kvferry::native

@@ -97,3 +97,31 @@ class AttentionStep:
         /,
     ) -> None:
         """Stores the step's K and V, then attends; q and k are turned on the way where `turn` is given."""
+
+PackedLinear = tuple[int, int, int, int, bool]
+"""packed, bias, outputs, columns, whether it is of bytes"""
+
+class DecoderLayers:
+    """Layers of self-attention and a gated MLP, each with a norm before it, computed in one call."""
+
+    def __init__(self, hidden: int, /) -> None: ...
+    def add(
+        self,
+        attention_norm: int,
+        attention_eps: float,
+        qkv: PackedLinear,
+        out: PackedLinear,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        scale: float,
+        mlp_norm: int,
+        mlp_eps: float,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        /,
+    ) -> None:
+        """Raises ValueError when the parts do not fit each other."""
+
+    def run(self, x: int, rows: int, places: list[tuple[AttentionStep, int]], turn: int, threads: int, /) -> None:
+        """x: [rows, hidden], written over. places: of each layer, its group's step and its offset in bytes there."""

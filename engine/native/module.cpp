@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -49,10 +51,16 @@ class AttentionStep {
   AttentionStep(const AttentionStep&) = delete;  // the spans point into this object
   AttentionStep& operator=(const AttentionStep&) = delete;
 
+  LayerPlace place(std::int64_t layer_offset) const {
+    PoolView pool = pool_;
+    pool.base += layer_offset;
+    return {pool, spans_};
+  }
+
   void attend(std::int64_t layer_offset, AttentionArgs args, int threads) const {
-    args.pool = pool_;
-    args.pool.base += layer_offset;
-    attention(args, spans_, threads);
+    const LayerPlace found = place(layer_offset);
+    args.pool = found.pool;
+    attention(args, found.spans, threads);
   }
 
  private:
@@ -63,6 +71,47 @@ class AttentionStep {
 
 using Address = std::uintptr_t;
 using Stride = std::ptrdiff_t;
+
+// packed, bias, outputs, columns, is_int8
+using LinearTuple = std::tuple<Address, Address, int, int, bool>;
+
+PackedLinear packed_linear(const LinearTuple& linear) {
+  const auto& [packed, bias, outputs, columns, is_int8] = linear;
+  return {reinterpret_cast<const void*>(packed), at(bias), outputs, columns, is_int8};
+}
+
+// The layers of a model, which computes them all in one call.
+class DecoderLayers {
+ public:
+  explicit DecoderLayers(int hidden) : hidden_(hidden) {}
+
+  void add(Address attention_norm, float attention_eps, const LinearTuple& qkv, const LinearTuple& out, int heads,
+           int kv_heads, int dim, float scale, Address mlp_norm, float mlp_eps, const LinearTuple& gate_up, const LinearTuple& down) {
+    const DecoderLayer layer{
+        at(attention_norm), attention_eps, packed_linear(qkv), packed_linear(out), heads,
+        kv_heads,           dim,           scale,              at(mlp_norm),       mlp_eps,
+        packed_linear(gate_up), packed_linear(down)};
+    const bool fits = layer.qkv.columns == hidden_ && layer.qkv.outputs == (heads + 2 * kv_heads) * dim &&
+                      layer.out.columns == heads * dim && layer.out.outputs == hidden_ &&
+                      layer.gate_up.columns == hidden_ && layer.gate_up.outputs == 2 * layer.down.columns &&
+                      layer.down.outputs == hidden_ && kv_heads > 0 && heads % kv_heads == 0;
+    if (!fits) throw std::invalid_argument("the parts of a layer do not fit each other");
+    layers_.push_back(layer);
+  }
+
+  // places: of each layer, its group's step and its offset there.
+  void run(Address x, int rows, const std::vector<std::pair<const AttentionStep*, std::int64_t>>& places, Address turn,
+           int threads) const {
+    if (places.size() != layers_.size()) throw std::invalid_argument("every layer needs a place for its K and V");
+    std::vector<LayerPlace> found;
+    for (const auto& [step, offset] : places) found.push_back(step->place(offset));
+    decoder_layers(layers_, found, at(x), hidden_, rows, at(turn), threads);
+  }
+
+ private:
+  int hidden_;
+  std::vector<DecoderLayer> layers_;
+};
 
 // Asks for huge pages; false where the system has none to give.
 bool advise_huge(Address address, std::size_t nbytes) {
@@ -144,4 +193,8 @@ PYBIND11_MODULE(kernels, m) {
                         threads);
           },
           unlocked);
+  py::class_<DecoderLayers>(m, "DecoderLayers")
+      .def(py::init<int>())
+      .def("add", &DecoderLayers::add)
+      .def("run", &DecoderLayers::run, unlocked);
 }
