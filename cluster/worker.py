@@ -29,7 +29,7 @@ from kvferry.cluster.worker_service import (
 from kvferry.core import ConfigError, RankProcess, Resolution, Role, codec, new_incarnation, resolved_line
 from kvferry.decode import DecodeWorker
 from kvferry.engine import Message, ModelRunner, RankCommand, RankLostError, open_connector, rank_device
-from kvferry.kvcache import KVCacheManager, create_manager
+from kvferry.kvcache import BackgroundCopier, KVCacheManager, create_manager
 from kvferry.models import Shard, model_fingerprint
 from kvferry.prefill import PrefillWorker
 from kvferry.resolution import prefix_reuse_enabled, read_config
@@ -115,12 +115,14 @@ def _load_rest(
         if cache.connector is not None
         else None
     )
+    if runner.leader is not None:
+        device = rank_device(runner.settings, 0)
     manager = create_manager(
         resolution.manager,
         runner.layouts,
         runner.pool_nbytes(cache.bytes),
         prefix_reuse=reuse,
-        device=device if runner.leader is None else rank_device(runner.settings, 0),
+        device=device,
         core=cache.core,
         debug=cache.debug,
         host_bytes=cache.host_bytes,
@@ -132,6 +134,7 @@ def _load_rest(
         event_capacity=cache.event_capacity,
         typical_tokens=cache.typical_tokens,
         step_tokens=runner.settings.step_token_budget,
+        copier=BackgroundCopier(device) if cache.host_bytes else None,
     )
     tokenizer = Tokenizer.load(model_dir)
     return LoadedWorker(spec, resolution, runner, manager, memory, tokenizer, fingerprint)

@@ -21,7 +21,8 @@ class CacheStatistics:
     """Counted since the manager was made.
 
     prompt_tokens: given to `open`; reused_tokens: found of them, and restored_tokens: those of the found ones that were
-    brought up from a tier below, loaded_tokens: by a connector. evicted_blocks: cached slots that made way for others.
+    brought up from a tier below, loaded_tokens: by a connector. evicted_blocks: cached slots that made way for others;
+    copied_ahead: those of them whose bytes the tier below had already, copied_at_once: had to be given then.
     refused_reservations: for want of pages. suspensions and resumptions: that succeeded. connector_failures: calls to
     it that raised. moved_shares: pieces of the pools' memory that one layer group got from another.
     """
@@ -32,6 +33,8 @@ class CacheStatistics:
     restored_tokens: int = 0
     loaded_tokens: int = 0
     evicted_blocks: int = 0
+    copied_ahead: int = 0
+    copied_at_once: int = 0
     refused_reservations: int = 0
     suspensions: int = 0
     resumptions: int = 0

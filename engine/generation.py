@@ -249,9 +249,7 @@ class GenerationScheduler(BatchScheduler[DecodeLeg]):
 
     def _resume(self, sequence: DecodeSequence) -> bool:
         assert sequence.cache is not None
-        # As for a newcomer: a block for each running sequence to grow into, or it would be suspended again at once.
-        room = len(sequence.tokens) + self._admitted * self.runner.settings.tokens_per_block
-        if self._admitted and not self.manager.can_reserve(room, ahead=self._settings.step_token_budget):
+        if not self._room_to_resume(sequence):
             return False
         try:
             sequence.cache.resume(sequence.tokens)

@@ -34,7 +34,7 @@ from kvferry.engine.connectors import open_connector
 from kvferry.engine.generation import DecodeSequence, GenerationScheduler
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.settings import EngineSettings
-from kvferry.kvcache import KVCacheManager, KVConnector, create_manager
+from kvferry.kvcache import BackgroundCopier, KVCacheManager, KVConnector, create_manager
 from kvferry.models import model_fingerprint, resolve_model
 from kvferry.resolution import ResolveRequest, prefix_reuse_enabled, read_config, resolve
 from kvferry.text import Tokenizer
@@ -128,6 +128,7 @@ class LLM:
                 disk_dir=kv_disk_dir,
                 connector=connector,
                 typical_tokens=kv_typical_tokens,
+                copier=BackgroundCopier(self._runner.settings.device) if kv_host_bytes else None,
             )
         except BaseException:
             self._runner.close()

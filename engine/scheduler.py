@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 READ_AHEAD_S = 5.0
 """How long the prefix of a waiting sequence is read in the background; what is lacking then is read when it starts."""
 
+COPY_WAIT_S = 0.02
+"""How long a step with nothing to compute waits for a copy between the KV cache's tiers."""
+
 L = TypeVar("L", bound=Enum)
 Emit = Callable[[int, object], None]
 """(sequence key, event): an OutputDelta, a role's own result, or a KVFerryError. The last event of a key is an
@@ -87,11 +90,14 @@ class BatchScheduler(ABC, Generic[L]):
                 return
 
     def step(self) -> bool:
-        """Computes one step; False when there was nothing to compute."""
+        """Computes one step; False when there was nothing to compute, or to wait for."""
+        self.manager.poll()
         self._expire()
         self._admit()
         chunks = self._make_chunks()
         if not chunks:
+            if self.manager.poll(COPY_WAIT_S):
+                return True  # what all were waiting for may be there now
             if self._settings.check_cache:
                 self.manager.check_integrity()
             return False
@@ -193,17 +199,28 @@ class BatchScheduler(ABC, Generic[L]):
         return sum(counts.free * pool.layout.slot_nbytes for counts, pool in groups)
 
     def _read_ahead(self, sequence: Sequence[L]) -> bool:
-        """Whether what a waiting sequence needs from disk is in memory: reading it must not hold up those that run."""
+        """Whether what a waiting sequence needs from tiers below is there: moving it must not hold others up."""
         if sequence.cache is not None:
-            # Nothing is read before there is room for it: it would wait in memory for longer than it takes to read.
-            room = self.manager.can_reserve(len(sequence.tokens), ahead=self._settings.step_token_budget)
-            return not room or sequence.cache.prepare_resume()
+            # Nothing is moved before there is room for it: it would wait in memory for longer than it takes to move.
+            return not self._room_to_resume(sequence) or sequence.cache.prepare_resume(sequence.tokens)
         now = time.monotonic()
         if self._reading is None or self._reading[0] != sequence.key:
             self._reading = (sequence.key, now)
         if now - self._reading[1] > READ_AHEAD_S:
             return True  # others keep pushing it out again
-        return self.manager.prefetch(sequence.request.scope, sequence.tokens)
+        # The last token is computed in any case, and where a window must begin depends on where the prefix ends.
+        return self.manager.prefetch(sequence.request.scope, sequence.tokens[:-1])
+
+    def _room_to_resume(self, sequence: Sequence[L]) -> bool:
+        """Whether a suspended sequence has pages, or could have them and leave each running one a block to grow into,
+        or it would be suspended again at once."""
+        assert sequence.cache is not None
+        room = len(sequence.tokens) + self._admitted * self._settings.tokens_per_block
+        return (
+            sequence.cache.resuming
+            or not self._admitted
+            or self.manager.can_reserve(room, ahead=self._settings.step_token_budget)
+        )
 
     def _open_cache(
         self,
@@ -263,7 +280,8 @@ class BatchScheduler(ABC, Generic[L]):
             cache.snapshot()
 
     def _make_room(self, sequence: Sequence[L], length: int) -> bool:
-        """Reserves capacity, preempting the latest admitted sequences; False when this one was preempted itself.
+        """Reserves capacity, preempting the latest admitted sequences; False when this one was preempted itself, or
+        when pages will soon be free that are still being copied.
 
         Victims are never scheduled yet: sequences are scheduled in order of admission.
         """
@@ -274,6 +292,8 @@ class BatchScheduler(ABC, Generic[L]):
                 sequence.cache.reserve(wanted)
                 return True
             except OutOfBlocksError:
+                if self.manager.releasing:
+                    return False
                 victim = self._running[-1]
                 self._preempt(victim)
                 if victim is sequence:
@@ -293,7 +313,9 @@ class BatchScheduler(ABC, Generic[L]):
         if not suspended:
             sequence.drop_cache()
             sequence.leg.to(self._legs["QUEUED"])
-        self._waiting.appendleft(sequence)
+        # The first may have got its pages back already, and must not keep them from one that waits before it.
+        first = self._waiting[0].cache if self._waiting else None
+        self._waiting.insert(1 if first is not None and first.resuming else 0, sequence)
 
     def _suspend(self, sequence: Sequence[L]) -> bool:
         """Moves a sequence's cache out of the pools; False, with nothing changed, where that cannot be."""

@@ -11,6 +11,7 @@ from kvferry.kvcache.base import (
     OutOfBlocksError,
 )
 from kvferry.kvcache.connector import ConnectorBuilder, ConnectorParts, KVConnector
+from kvferry.kvcache.copier import BackgroundCopier, Copier, RowCopy
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.factory import MANAGERS, ManagerBuilder, create_manager
 from kvferry.kvcache.options import CacheOptions
@@ -18,12 +19,14 @@ from kvferry.kvcache.page_log import LoggedChange, PageChange, PageLog, repeat_c
 
 __all__ = [
     "MANAGERS",
+    "BackgroundCopier",
     "BlockHold",
     "CacheLostError",
     "CacheOptions",
     "CacheStateError",
     "ConnectorBuilder",
     "ConnectorParts",
+    "Copier",
     "ForkableCache",
     "KVCache",
     "KVCacheManager",
@@ -35,6 +38,7 @@ __all__ = [
     "OutOfBlocksError",
     "PageChange",
     "PageLog",
+    "RowCopy",
     "create_manager",
     "repeat_changes",
 ]

@@ -172,14 +172,21 @@ class KVCache(ABC):
     @abstractmethod
     def suspend(self) -> bool:
         """Moves the bytes of history to a tier below and gives every page back; capacity falls to history. Not while
-        tokens are being loaded (CacheStateError).
+        tokens are being loaded (CacheStateError). Where another thread copies, pages are nobody's until they have been
+        copied: see `KVCacheManager.releasing`.
 
         False, with nothing changed, when there is no tier or too little room in it."""
 
+    @property
     @abstractmethod
-    def prepare_resume(self) -> bool:
-        """Of a suspended cache: starts reading on another thread what `resume` needs from disk; False while it is
-        being read. `resume` does not depend on it: what was not read ahead is read then."""
+    def resuming(self) -> bool:
+        """Whether a suspended cache has got its pages already, by `prepare_resume`."""
+
+    @abstractmethod
+    def prepare_resume(self, token_ids: Sequence[int]) -> bool:
+        """Of a suspended cache: starts reading on another thread what `resume` needs from disk, then, if there is room,
+        gets its pages and starts copying to them; False while either is under way: ask again. `resume` does not depend
+        on it: what was not moved ahead is moved then."""
 
     @abstractmethod
     def resume(self, token_ids: Sequence[int]) -> None:
@@ -244,8 +251,20 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
-        """Reads what `open` would bring up from disk, on another thread and a part at a time; False until all of it is
-        in memory: ask again. `open` does not depend on it: what was not read ahead is read then."""
+        """Moves what `open` would bring up from tiers below, on other threads: from disk a part at a time, then, if
+        there is room, to the pools. False until nothing is under way any more: ask again. `open` does not depend on it:
+        what was not moved ahead is moved then."""
+
+    @abstractmethod
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Takes note of what other threads have copied, waiting up to `wait_s` for the first of what is under way, and
+        starts copying down what eviction would come to next. Whether anything was or is under way. Call it between
+        steps: nothing that is copied counts as done before."""
+
+    @property
+    @abstractmethod
+    def releasing(self) -> bool:
+        """Whether pages will come free when what is being copied now has been."""
 
     @abstractmethod
     def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:

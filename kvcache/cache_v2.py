@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.core import BlockTable, CacheStatistics
-from kvferry.kvcache.base import BlockHold, CacheStateError, OutOfBlocksError
+from kvferry.kvcache.base import BlockHold, CacheLostError, CacheStateError, OutOfBlocksError
 from kvferry.kvcache.core_v2 import CoreHold
 from kvferry.kvcache.holds import TableHold
 from kvferry.kvcache.lengths import CacheState, TrackedCache
-from kvferry.kvcache.parked import Parked
 from kvferry.kvcache.shares import PoolShares
+from kvferry.kvcache.suspension import Suspended, suspend
 from kvferry.kvcache.tiering import TieredBooks
 
 
@@ -36,18 +36,17 @@ class CacheV2(TrackedCache):
     def __init__(self, shared: SharedV2, scope: bytes, tokens: array[int], priority: int, loaded: int) -> None:
         """tokens: those whose published blocks it may start with. loaded: the position up to which it is loaded next
         (0: it is not)."""
-        self._core, restored = shared.books.open(scope, tokens, priority, loaded)
+        self._core = shared.books.open(scope, tokens, priority, loaded)
         reused = self._core.published * shared.tokens_per_block
         super().__init__(shared.tokens_per_block, reused, shared.statistics)
         if self._core.late:
             self._loaded = loaded
             self._near = min([reused, *self._late_starts(shared)])
-        shared.statistics.restored_tokens += restored * shared.tokens_per_block
         self._shared = shared
         self._scope = scope
         self._priority = priority
         self._has_windows = shared.has_windows
-        self._parked: Parked | None = None
+        self._parked: Suspended | None = None
         self._tables = self._views()
         shared.caches.add(self)
 
@@ -139,26 +138,45 @@ class CacheV2(TrackedCache):
     def _park(self) -> bool:
         if self._core.late:  # its windows may hold less than whole blocks, and cannot be published when it comes back
             return False
-        self._parked = self._shared.books.suspend(self._core, self._history)
+        self._parked = suspend(self._shared.books, self._core, self._history)
         return self._parked is not None
 
-    def _prepare_unpark(self) -> bool:
+    @property
+    def resuming(self) -> bool:
+        return self._parked is not None and self._parked.rising
+
+    def _prepare_unpark(self, token_ids: Sequence[int]) -> bool:
         assert self._parked is not None
-        return self._parked.prepare()
+        if not self._parked.rising:
+            if not self._parked.prepare():
+                return False
+            if not self._shared.books.flights.background:
+                return True
+            try:
+                self._rise(array("I", token_ids[: self._committed]))
+            except (OutOfBlocksError, CacheLostError):
+                return True  # nothing can be prepared, and `_unpark` will say why
+        return self._parked.risen
 
     def _unpark(self, token_ids: Sequence[int]) -> None:
         assert self._parked is not None
-        books, tokens = self._shared.books, array("I", token_ids[: self._committed])
-        core = books.ledger.open(self._scope, tokens, self._priority, 0)
-        shortage = books.resume(self._parked, core, self._history, tokens, self._shared.shares.relieve)
+        tokens = array("I", token_ids[: self._committed])
+        if not self._parked.rising:
+            self._rise(tokens)
+        self._core, self._parked = self._parked.end(tokens, self._history), None
+        self._tables = self._views()
+
+    def _rise(self, tokens: array[int]) -> None:
+        """Gives it pages and starts copying; `tokens` are the committed ones."""
+        assert self._parked is not None
+        core = self._shared.books.ledger.open(self._scope, tokens, self._priority, 0)
+        shortage = self._parked.rise(core, self._history, self._shared.shares.relieve)
         if shortage is not None:
             raise self._out_of_blocks(*shortage)
-        self._core, self._parked = core, None
-        self._tables = self._views()
 
     def _drop_parked(self) -> None:
         assert self._parked is not None
-        self._parked.release()
+        self._parked.drop()
         self._shared.caches.remove(self)
 
     def _give_back(self) -> None:

@@ -25,12 +25,17 @@ class Caller:
         """Whether a call that was given up still runs."""
         return self._overdue is not None and not self._overdue.done()
 
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Calls `function` after those submitted before, unless the future has been cancelled by then."""
+        answer: Future[T] = Future()
+        self._calls.put(lambda: _answer(answer, function))
+        return answer
+
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """What `function` returns or raises; TimeoutError when it takes longer, and nothing may be called until it has
         ended after all."""
         assert not self.stuck, "the last call has not ended"
-        answer: Future[T] = Future()
-        self._calls.put(lambda: _answer(answer, function))
+        answer = self.submit(function)
         try:
             return answer.result(timeout_s)
         except TimeoutError:
@@ -48,6 +53,8 @@ class Caller:
 
 
 def _answer(answer: Future[T], function: Callable[[], T]) -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
     try:
         answer.set_result(function())
     except Exception as error:

@@ -104,6 +104,9 @@ class CoreLedger(Protocol):
     def idle(self, group: int) -> Sequence[int]:
         """Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction."""
 
+    def coldest(self, group: int, most: int) -> Sequence[tuple[bytes, int]]:
+        """The first `most` cached slots in the order of their eviction, as (digest of the block, slot)."""
+
     def idle_slabs(self, group: int) -> int:
         """How many slabs of a group that shares its memory have no slot that anybody holds."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvferry.core import ConfigError, KVLayout, Registry
 from kvferry.kvcache.base import KVCacheManager
 from kvferry.kvcache.connector import KVConnector
+from kvferry.kvcache.copier import Copier
 from kvferry.kvcache.hybrid_v1 import HybridManagerV1
 from kvferry.kvcache.manager_v1 import ManagerV1
 from kvferry.kvcache.manager_v2 import ManagerV2
@@ -53,6 +54,7 @@ def create_manager(
     page_log: PageLog | None = None,
     typical_tokens: int | None = None,
     step_tokens: int = 0,
+    copier: Copier | None = None,
 ) -> KVCacheManager:
     """A manager whose pools take at most `nbytes` together; the rest is explained at `CacheOptions`.
 
@@ -77,5 +79,6 @@ def create_manager(
         page_log,
         typical_tokens,
         step_tokens,
+        copier,
     )
     return MANAGERS.get(version)(layouts, nbytes, options)

@@ -1,7 +1,8 @@
 """The tier below the pools: host memory for suspended caches, and for prefixes that eviction pushed out of the pools.
 
 A block here is named by its digest, so it belongs to every request with that prefix. What is parked belongs to one
-suspended cache and is never given up; what is kept is, least recently used first.
+suspended cache and is never given up; what is kept is, least recently used first. A slot that a copy under way writes
+or reads is neither: it gets no other writer before that copy has ended.
 """
 
 from __future__ import annotations
@@ -12,28 +13,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from kvferry.core import KVLayout, Tier, TierCounts
+from kvferry.kvcache.copier import RowCopy
 from kvferry.kvcache.disk_tier import DiskShelf, DiskTier
 from kvferry.kvcache.events import KVEventLog
 from kvferry.kvcache.free_slots import FreeSlots
 from kvferry.kvcache.groups import GroupRule, lead_group
 from kvferry.kvcache.parked import Parked, StoredRows
-from kvferry.kvcache.pool import allocate_zeros, blocks_for_budget, slot_counts
-from kvferry.kvcache.slot_copies import copy_slots
+from kvferry.kvcache.pool import allocate_host_zeros, blocks_for_budget, slot_counts
 
 
 class Shelf:
     """One layer group's slots. `rows` of a pool or a shelf: uint8 [slots, slot_nbytes]."""
 
     def __init__(
-        self, layout: KVLayout, num_slots: int, events: KVEventLog | None = None, below: DiskShelf | None = None
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        events: KVEventLog | None = None,
+        below: DiskShelf | None = None,
+        device: str = "cpu",
     ) -> None:
-        """events: told what is kept here and what is given up. below: where that goes."""
+        """events: told what is kept here and what is given up. below: where that goes. device: of the pools."""
         self.num_slots = num_slots
-        rows = allocate_zeros(num_slots * layout.slot_nbytes, "cpu", "kv_cache.host_bytes")
+        rows = allocate_host_zeros(num_slots * layout.slot_nbytes, device, "kv_cache.host_bytes")
         self.rows = rows.view(num_slots, layout.slot_nbytes)
         self._free = FreeSlots(num_slots)
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # oldest first
-        self._lent: set[bytes] = set()
+        self._lent: dict[bytes, int] = {}
+        self._coming: dict[bytes, int] = {}
+        self._void: set[int] = set()  # slots of copies under way that nobody wants any more
         self._events = events
         self._below = below
 
@@ -41,8 +49,11 @@ class Shelf:
         return digest in self._kept
 
     def anywhere(self, digest: bytes) -> bool:
-        """In memory, or on disk, where it may turn out to be torn."""
-        return digest in self._kept or (self._below is not None and digest in self._below)
+        """In memory, lent or not, or on disk, where it may turn out to be torn."""
+        return self._here(digest) or (self._below is not None and digest in self._below)
+
+    def _here(self, digest: bytes) -> bool:
+        return digest in self._kept or digest in self._lent
 
     @property
     def free(self) -> int:
@@ -50,20 +61,52 @@ class Shelf:
 
     @property
     def kept(self) -> int:
-        return len(self._kept) + len(self._lent)
+        return len(self._kept) + len(self._lent) + len(self._coming) + len(self._void)
 
     @property
     def room(self) -> int:
         """Slots that parking could have."""
         return len(self._free) + len(self._kept)
 
-    def keep(self, blocks: Mapping[bytes, int], rows: torch.Tensor) -> None:
-        """Copies blocks (digest -> slot in `rows`) as far as slots are to be had; the last ones are the newest."""
+    def keep(self, blocks: Mapping[bytes, int], rows: torch.Tensor) -> int:
+        """Copies blocks (digest -> slot in `rows`) as far as slots are to be had and they are not here already; how
+        many it copied. The last ones are the newest. A copy under way of one of them comes too late and is void."""
+        copied = 0
         for digest, source in blocks.items():
             if digest in self._kept:
                 self._kept.move_to_end(digest)
-            elif digest not in self._lent and self.room:
-                self.rows[self._keep_in_new_slot(digest)] = rows[source].to(self.rows.device)
+            elif digest not in self._lent:
+                self._void_coming(digest)
+                if self.room:
+                    self.rows[self._keep_in_new_slot(digest)] = rows[source].to(self.rows.device)
+                    copied += 1
+        return copied
+
+    def expect(self, digest: bytes) -> int | None:
+        """A slot for a block that a copy is to bring, which `arrived` ends; None where there is no room, or the block
+        is here or coming already."""
+        if self._here(digest) or digest in self._coming or not self.room:
+            return None
+        slot = self._coming[digest] = self._take_one()
+        return slot
+
+    def arrived(self, digest: bytes, slot: int) -> None:
+        """The copy to a slot that was got from `expect` has ended. The block is now the most recently used."""
+        if slot in self._void:
+            self._void.remove(slot)
+            self._free.put(slot)
+            return
+        del self._coming[digest]
+        if digest in self._kept:  # it came up from below meanwhile
+            self._free.put(slot)
+        else:
+            self._kept[digest] = slot
+            self._told(digest)
+
+    def _void_coming(self, digest: bytes) -> None:
+        slot = self._coming.pop(digest, None)
+        if slot is not None:
+            self._void.add(slot)
 
     def prefetch(self, digests: Sequence[bytes]) -> bool:
         """Brings up from below what has been read by now, and starts reading more; whether all of `digests` that are
@@ -74,7 +117,7 @@ class Shelf:
         self._use(digests)
         ready = True
         for digest in digests:
-            if digest not in self._kept and digest in below:
+            if not self._here(digest) and digest in below:
                 if below.fetch(digest):
                     self._bring_up(below, digest)
                 else:
@@ -86,7 +129,7 @@ class Shelf:
         self._use(digests)
         whole = True
         for digest in digests:
-            if digest not in self._kept and self._below is not None and digest in self._below:
+            if not self._here(digest) and self._below is not None and digest in self._below:
                 whole = self._bring_up(self._below, digest) and whole
         return whole
 
@@ -106,15 +149,16 @@ class Shelf:
 
     def _keep_in_new_slot(self, digest: bytes) -> int:
         slot = self._kept[digest] = self._take_one()
-        if self._events is not None:
-            self._events.copied(digest, Tier.HOST)
+        self._told(digest)
         return slot
 
-    def park(self, sources: Sequence[int], rows: torch.Tensor) -> list[int]:
-        """Copies slots of `rows` to slots of their own; there must be `room`."""
-        slots = [self._take_one() for _ in sources]
-        copy_slots(self.rows, slots, rows, sources)
-        return slots
+    def _told(self, digest: bytes) -> None:
+        if self._events is not None:
+            self._events.copied(digest, Tier.HOST)
+
+    def park(self, count: int) -> list[int]:
+        """Slots for what is parked; there must be `room`."""
+        return [self._take_one() for _ in range(count)]
 
     def unpark(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -122,20 +166,30 @@ class Shelf:
 
     def lend(self, digests: Sequence[bytes]) -> list[int]:
         """The slots of kept blocks, which nothing overwrites until `end_loan`."""
-        self._lent.update(digests)
-        return [self._kept.pop(digest) for digest in digests]
+        slots = [self._kept.pop(digest) for digest in digests]
+        self._lent.update(zip(digests, slots, strict=True))
+        return slots
 
     def end_loan(self, digests: Sequence[bytes], slots: Sequence[int]) -> None:
         """They are now the most recently used, the last one least so: who reuses a prefix needs its start most."""
         for digest, slot in zip(reversed(digests), reversed(slots), strict=True):
-            self._lent.remove(digest)
-            self._kept[digest] = slot
+            if slot in self._void:
+                self._void.remove(slot)
+                self._free.put(slot)
+            else:
+                self._kept[digest] = self._lent.pop(digest)
 
     def clear(self) -> None:
-        """Forgets what is kept."""
+        """Forgets what is kept, lent or coming."""
         for digest, slot in self._kept.items():
-            self._forgotten(digest, slot)
+            self._forgotten(digest)
+            self._free.put(slot)
         self._kept.clear()
+        for digest in self._lent:
+            self._forgotten(digest)
+        for blocks in (self._lent, self._coming):
+            self._void.update(blocks.values())
+            blocks.clear()
         if self._below is not None:
             self._below.clear()
 
@@ -148,26 +202,28 @@ class Shelf:
         digest, slot = self._kept.popitem(last=False)
         if self._below is not None:
             self._below.keep(digest, self.rows[slot])
-        self._forgotten(digest, slot)
-
-    def _forgotten(self, digest: bytes, slot: int) -> None:
+        self._forgotten(digest)
         self._free.put(slot)
+
+    def _forgotten(self, digest: bytes) -> None:
         if self._events is not None:
             self._events.removed(digest, Tier.HOST)
 
     def check_integrity(self, parked: Sequence[int]) -> None:
         self._free.check_integrity()
-        assert not self._lent, "a loan was never ended"
-        slots = [*self._free, *self._kept.values(), *parked]
+        under_way = [*self._lent.values(), *self._coming.values(), *self._void]
+        slots = [*self._free, *self._kept.values(), *under_way, *parked]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of the host tier is lost or stands twice"
         if self._below is not None:
             self._below.check_integrity()
 
 
 class HostParked(Parked):
-    def __init__(self, tier: HostTier, slots: Sequence[list[int]], first_blocks: Sequence[int]) -> None:
-        """slots: per group those of its shelf."""
-        super().__init__(first_blocks)
+    def __init__(
+        self, tier: HostTier, slots: Sequence[list[int]], first_blocks: Sequence[int], copies: Sequence[RowCopy]
+    ) -> None:
+        """slots: per group those of its shelf, which `copies` will fill."""
+        super().__init__(first_blocks, copies)
         self.slots = slots
         self._tier = tier
         tier.parked.add(self)
@@ -195,9 +251,10 @@ class HostTier:
         events: KVEventLog | None = None,
         disk: DiskTier | None = None,
         typical_tokens: int | None = None,
+        device: str = "cpu",
     ) -> None:
         """events: told which blocks are here, going by the lead group. disk: the tier below, owned from here on.
-        typical_tokens: see `CacheOptions`.
+        typical_tokens: see `CacheOptions`. device: of the pools.
 
         Raises ConfigError when not even one block of each group fits."""
         num_blocks = blocks_for_budget(layouts, nbytes, "kv_cache.host_bytes", typical_tokens)
@@ -211,6 +268,7 @@ class HostTier:
                 slots,
                 events if group == lead else None,
                 disk.shelves[group] if disk is not None else None,
+                device,
             )
             for group, (layout, slots) in enumerate(zip(layouts, slots_of, strict=True))
         ]
@@ -219,12 +277,16 @@ class HostTier:
     def park(
         self, tables: Sequence[Sequence[int]], first_blocks: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> Parked | None:
-        """Copies the pool slots `tables`, to the tier below where this one has too little room; None, with nothing
-        changed, when that has too little too."""
+        """A place for the pool slots `tables`, which the caller copies there; where this tier has too little room,
+        copies of them in the tier below. None, with nothing changed, when that has too little too."""
         if any(len(table) > shelf.room for table, shelf in zip(tables, self.shelves, strict=True)):
             return None if self._disk is None else self._disk.park(tables, first_blocks, rows)
-        slots = [shelf.park(table, pool) for shelf, table, pool in zip(self.shelves, tables, rows, strict=True)]
-        return HostParked(self, slots, first_blocks)
+        slots = [shelf.park(len(table)) for shelf, table in zip(self.shelves, tables, strict=True)]
+        copies = [
+            RowCopy(shelf.rows, to, pool, table)
+            for shelf, to, pool, table in zip(self.shelves, slots, rows, tables, strict=True)
+        ]
+        return HostParked(self, slots, first_blocks, copies)
 
     def servable(self, start: int, digests: Sequence[bytes]) -> int:
         """How many of the blocks [start, start + len(digests)) can follow a prefix of `start` blocks that a cache

@@ -183,8 +183,12 @@ class HybridCacheV1(KVCache):
     def suspend(self) -> bool:
         return self._blocks.suspend()
 
-    def prepare_resume(self) -> bool:
-        return self._blocks.prepare_resume()
+    @property
+    def resuming(self) -> bool:
+        return self._blocks.resuming
+
+    def prepare_resume(self, token_ids: Sequence[int]) -> bool:
+        return self._blocks.prepare_resume(token_ids)
 
     def resume(self, token_ids: Sequence[int]) -> None:
         self._blocks.resume(token_ids)
@@ -243,6 +247,13 @@ class HybridManagerV1(KVCacheManager):
 
     def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
         return True
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        return self._blocks.poll(wait_s)
+
+    @property
+    def releasing(self) -> bool:
+        return self._blocks.releasing
 
     def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:
         return self._blocks.can_reserve(tokens, ahead) and (tokens == 0 or self._states.store.available > 0)

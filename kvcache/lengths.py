@@ -109,16 +109,16 @@ class TrackedCache(KVCache):
         self._statistics.suspensions += 1
         return True
 
-    def prepare_resume(self) -> bool:
-        if self._state is not CacheState.SUSPENDED:
-            raise CacheStateError(f"prepare_resume: the cache is {self._state.value}")
-        return self._prepare_unpark()
+    @property
+    def resuming(self) -> bool:
+        return False
+
+    def prepare_resume(self, token_ids: Sequence[int]) -> bool:
+        self._check_suspended("prepare_resume", token_ids)
+        return self._prepare_unpark(token_ids)
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        if self._state is not CacheState.SUSPENDED:
-            raise CacheStateError(f"resume: the cache is {self._state.value}")
-        if len(token_ids) < self._committed:
-            raise CacheStateError(f"resume: {len(token_ids)} token ids for {self._committed} committed tokens")
+        self._check_suspended("resume", token_ids)
         self._unpark(token_ids)
         self._state = CacheState.OPEN
         self._statistics.resumptions += 1
@@ -130,6 +130,12 @@ class TrackedCache(KVCache):
             self._check_open()
             self._give_back()
         self._state = CacheState.CLOSED
+
+    def _check_suspended(self, call: str, token_ids: Sequence[int]) -> None:
+        if self._state is not CacheState.SUSPENDED:
+            raise CacheStateError(f"{call}: the cache is {self._state.value}")
+        if len(token_ids) < self._committed:
+            raise CacheStateError(f"{call}: {len(token_ids)} token ids for {self._committed} committed tokens")
 
     def _check_open(self) -> None:
         if self._state is not CacheState.OPEN:
@@ -158,11 +164,12 @@ class TrackedCache(KVCache):
 
     @abstractmethod
     def _park(self) -> bool:
-        """Moves what history needs to a tier below and gives every page back; False with nothing changed."""
+        """Moves what history needs to a tier below and gives every page back, some of it perhaps later, between two
+        calls; False with nothing changed."""
 
     @abstractmethod
-    def _prepare_unpark(self) -> bool:
-        """Starts bringing into memory what `_unpark` needs; whether it is there."""
+    def _prepare_unpark(self, token_ids: Sequence[int]) -> bool:
+        """Starts moving to the pools what `_unpark` needs, as far as there is room; whether nothing is on its way."""
 
     @abstractmethod
     def _unpark(self, token_ids: Sequence[int]) -> None:

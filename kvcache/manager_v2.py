@@ -16,6 +16,7 @@ from kvferry.kvcache.base import (
 from kvferry.kvcache.cache_v2 import CacheV2, SharedV2
 from kvferry.kvcache.core_v2 import CORES
 from kvferry.kvcache.events import KVEventLog
+from kvferry.kvcache.flights import Flights
 from kvferry.kvcache.groups import check_layouts, rules_of
 from kvferry.kvcache.options import CacheOptions
 from kvferry.kvcache.pool import Pages, blocks_for_budget, build_buffer, build_pool, slot_counts
@@ -62,9 +63,9 @@ class ManagerV2(KVCacheManager):
         journal = host is not None or self._events is not None
         per_slab = [slab_nbytes(layouts) // layout.slot_nbytes if shared else 0 for layout in layouts]
         ledger = build_core(rules, slots, options.prefix_reuse, journal, per_slab)
-        self._books = TieredBooks(
-            ledger, Pages(self._pools, options.debug, options.page_log), rules, host, self._events
-        )
+        flights = Flights(options.copier if host is not None else None)
+        pages = Pages(self._pools, options.debug, options.page_log)
+        self._books = TieredBooks(ledger, pages, rules, host, self._events, flights)
         self._shares: PoolShares
         if shared is None:
             self._shares = FixedShares(self._books, layouts, num_blocks, options.typical_tokens)
@@ -106,6 +107,13 @@ class ManagerV2(KVCacheManager):
     def prefetch(self, scope: str, token_ids: Sequence[int]) -> bool:
         return not self._shared.reuse or self._books.prefetch(scope_digest(scope), array("I", token_ids))
 
+    def poll(self, wait_s: float = 0.0) -> bool:
+        return self._books.poll(wait_s)
+
+    @property
+    def releasing(self) -> bool:
+        return self._books.flights.releasing
+
     def can_reserve(self, tokens: int, ahead: int | None = None) -> bool:
         size = self._shared.tokens_per_block
         blocks = -(-tokens // size)
@@ -126,8 +134,15 @@ class ManagerV2(KVCacheManager):
         self._shares.resize(nbytes)
 
     def statistics(self) -> CacheStatistics:
-        counted = self._shared.statistics
-        return replace(counted, evicted_blocks=self._books.ledger.evicted, moved_shares=self._shares.moved)
+        books = self._books
+        return replace(
+            self._shared.statistics,
+            restored_tokens=books.restored_blocks * self._shared.tokens_per_block,
+            evicted_blocks=books.ledger.evicted,
+            copied_at_once=books.copied_at_once,
+            copied_ahead=books.copied_ahead,
+            moved_shares=self._shares.moved,
+        )
 
     def tier_counts(self) -> tuple[TierCounts, ...]:
         return self._books.host.counts() if self._books.host is not None else ()
@@ -140,8 +155,7 @@ class ManagerV2(KVCacheManager):
         self._books.clear()
 
     def close(self) -> None:
-        if self._books.host is not None:
-            self._books.host.close()
+        self._books.end()
 
     def check_integrity(self) -> None:
         for cache in self._shared.caches:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.kvcache.connector import KVConnector
+from kvferry.kvcache.copier import Copier
 from kvferry.kvcache.page_log import PageLog
 from kvferry.kvcache.pool import Allocate
 
@@ -23,7 +24,8 @@ class CacheOptions:
     changes of pages are noted for the worker's other ranks, if it has any. typical_tokens: how long a typical request
     is, by which states get their memory, and layer groups with windows less of V2's, in shares that change hands while
     serving; None: every group gets the same number of blocks, and states a slot for every 16. step_tokens: most tokens
-    computed in a step.
+    computed in a step. copier: moves bytes between V2's pools and the host tier, the manager's own from here on; None:
+    whoever calls does.
     """
 
     prefix_reuse: bool = True
@@ -39,3 +41,4 @@ class CacheOptions:
     page_log: PageLog | None = None
     typical_tokens: int | None = None
     step_tokens: int = 0
+    copier: Copier | None = None

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.kvcache.copier import RowCopy
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRows:
@@ -18,10 +20,12 @@ class StoredRows:
 
 
 class Parked(ABC):
-    """first_blocks: per layer group the index of the first block kept."""
+    """first_blocks: per layer group the index of the first block kept. copies: what must still be copied from the pools
+    before any of it is read, or its place given back."""
 
-    def __init__(self, first_blocks: Sequence[int]) -> None:
+    def __init__(self, first_blocks: Sequence[int], copies: Sequence[RowCopy] = ()) -> None:
         self.first_blocks = tuple(first_blocks)
+        self.copies = tuple(copies)
 
     @abstractmethod
     def prepare(self) -> bool:

@@ -173,6 +173,20 @@ def allocate_zeros(nbytes: int, device: str, setting: str) -> torch.Tensor:
         ) from None
 
 
+def allocate_host_zeros(nbytes: int, device: str, setting: str) -> torch.Tensor:
+    """As `allocate_zeros` in host memory, for copies from and to `device`: a GPU reads only pinned memory by itself."""
+    if torch.device(device).type != "cuda":
+        return allocate_zeros(nbytes, "cpu", setting)
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{setting} asks for {nbytes} bytes of pinned host memory, which cannot be had: lower it ({reason})",
+            field=setting,
+        ) from None
+
+
 def _zeros_in_huge_pages(nbytes: int) -> torch.Tensor:
     """Where the system has some: what a decoding sequence reads is scattered over the pool, a few KiB here and there,
     and of small pages each would have to be looked up."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvferry.kvcache.core_v2 import Evictions, Links
 from kvferry.kvcache.groups import GroupRule
 from kvferry.kvcache.holds import SlotHold
-from kvferry.kvcache.prefix_tree import PrefixTree
+from kvferry.kvcache.prefix_tree import Node, PrefixTree
 from kvferry.kvcache.python_cache import PythonCache
 from kvferry.kvcache.slabs import SlabIndex
 from kvferry.kvcache.slots import LayerGroup, SlotStore
@@ -69,6 +70,15 @@ class PythonLedger:
 
     def idle(self, group: int) -> list[int]:
         return self.groups[group].store.idle()
+
+    def coldest(self, group: int, most: int) -> list[tuple[bytes, int]]:
+        store = self.groups[group].store
+        coldest = []
+        for slot in islice(store.cached, most):
+            node = store.publication(slot)
+            assert isinstance(node, Node)
+            coldest.append((node.digest, slot))
+        return coldest
 
     def idle_slabs(self, group: int) -> int:
         return len(self._slabs(group))

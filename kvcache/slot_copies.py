@@ -12,11 +12,11 @@ def copy_slots(target: torch.Tensor, to: Sequence[int], source: torch.Tensor, so
 
     In stretches of neighbours, each one plain copy: indexing by a list moves byte by byte, at a twentieth of the speed.
     """
-    for first, other, count in _stretches(to, sources):
+    for first, other, count in stretches(to, sources):
         target[first : first + count].copy_(source[other : other + count])
 
 
-def _stretches(to: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def stretches(to: Sequence[int], sources: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(target row, source row, rows) of each stretch in which both rise by one."""
     start = 0
     for index in range(1, len(to) + 1):

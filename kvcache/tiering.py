@@ -8,21 +8,35 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.core import ConfigError, KVLayout, Tier, block_digest
-from kvferry.kvcache.base import CacheLostError
+from kvferry.kvcache.copier import RowCopy
 from kvferry.kvcache.core_v2 import CoreCache, CoreHold, CoreLedger, Evictions
 from kvferry.kvcache.disk_tier import DiskTier
 from kvferry.kvcache.events import KVEventLog
+from kvferry.kvcache.flights import Flight, Flights
 from kvferry.kvcache.groups import GroupRule, lead_group, rules_of
 from kvferry.kvcache.host_tier import HostTier
 from kvferry.kvcache.options import CacheOptions
-from kvferry.kvcache.parked import Parked
 from kvferry.kvcache.pool import Pages
+from kvferry.kvcache.write_ahead import WriteAhead
+
+
+class Lift:
+    """A prefix of `digests` on its way up."""
+
+    def __init__(self, digests: Sequence[bytes]) -> None:
+        self.digests = frozenset(digests)
+        self.flight: Flight | None = None
 
 
 class TieredBooks:
     """A core's books together with the memory they stand for, and with everybody who must know what happens to it.
 
     host None: what is evicted is gone. All calls that may evict, publish or unlink go through here.
+
+    A prefix that is being lifted belongs to a cache of its own until it is published, and a copy of a block that is
+    written ahead is void when its slot is given away. So what the ledger decides never depends on how far a copy is.
+    restored_blocks: brought up, ever. copied_at_once, copied_ahead: evicted slots whose bytes had to be copied then, or
+    had been before.
     """
 
     def __init__(
@@ -32,8 +46,9 @@ class TieredBooks:
         rules: Sequence[GroupRule],
         host: HostTier | None,
         events: KVEventLog | None,
+        flights: Flights,
     ) -> None:
-        """The ledger keeps a journal where there is a host tier or an event log."""
+        """The ledger keeps a journal where there is a host tier or an event log. flights: owned from here on."""
         self.ledger = ledger
         self.pages = pages
         self.rules = tuple(rules)
@@ -41,6 +56,14 @@ class TieredBooks:
         self._events = events
         self._size = rules[0].tokens_per_block
         self._states = [group for group, rule in enumerate(rules) if rule.is_state]
+        self.flights = flights
+        self._ahead = WriteAhead(ledger, pages, host, flights) if host is not None and flights.background else None
+        self._lifts: list[Lift] = []
+        self._hashed: tuple[bytes, array[int], list[bytes]] = (b"", array("I"), [])
+        self._clears = 0
+        self.restored_blocks = 0
+        self.copied_at_once = 0
+        self.copied_ahead = 0
 
     def grow(self, core: CoreCache, blocks: int, near: int) -> None:
         """Gets the missing slots of `core` (in windows up to block `near`) and makes them its own; what had to be
@@ -113,16 +136,36 @@ class TieredBooks:
         for group, shelf in enumerate(host.shelves):
             blocks = {digest: slot for digest, which, slot in evictions if which == group}
             if blocks:
-                shelf.keep(blocks, self.pages.rows(group))
+                here = sum(shelf.in_memory(digest) for digest in blocks)
+                self.copied_ahead += here
+                self.copied_at_once += shelf.keep(blocks, self.pages.rows(group))
 
-    def open(self, scope: bytes, tokens: array[int], priority: int, loaded: int) -> tuple[CoreCache, int]:
-        """A cache that starts with the longest prefix the pools and the tiers below can serve together, and how many
-        of its blocks came from below. loaded: see `CoreLedger.open`; what is late comes with the load."""
+    def poll(self, wait_s: float) -> bool:
+        """Takes note of the copies that have ended, waiting up to `wait_s` for one, and starts those that are due ahead
+        of need. Whether any was or is under way."""
+        busy = bool(self.flights)
+        self.flights.settle(wait_s)
+        if self._ahead is not None:
+            self._ahead.start()
+        return busy or bool(self.flights)
+
+    def open(self, scope: bytes, tokens: array[int], priority: int, loaded: int) -> CoreCache:
+        """A cache that starts with the longest prefix the pools and the tiers below can serve together. loaded: see
+        `CoreLedger.open`; what is late comes with the load. Waits for what is not in the pools yet."""
+        if self._lifts:
+            wanted = set(self._digests(scope, tokens))
+            for lift in [lift for lift in self._lifts if not wanted.isdisjoint(lift.digests)]:
+                assert lift.flight is not None
+                self.flights.finish(lift.flight)
         core = self.ledger.open(scope, tokens, priority, loaded)
-        published = core.published
         if self.host is not None and not core.late:
-            self._restore(self.host, core, scope, tokens)
-        return core, core.published - published
+            restored = self._bring_prefix(self.host, core, scope, tokens)
+            if restored is not None:
+                copies, finish = restored
+                for copy in copies:
+                    copy.make()
+                finish()
+        return core
 
     def match(self, scope: bytes, tokens: array[int]) -> int:
         """Blocks of that prefix."""
@@ -132,61 +175,87 @@ class TieredBooks:
         return blocks + self.host.servable(blocks, self._digests(scope, tokens)[blocks:])
 
     def prefetch(self, scope: bytes, tokens: array[int]) -> bool:
-        """Whether nothing of that prefix is being read from disk any more; starts what has to be read."""
-        if self.host is None or not self.host.has_disk:
+        """Whether nothing of that prefix is on its way up from a tier below any more; starts what has to be moved."""
+        host = self.host
+        if host is None or not (host.has_disk or self.flights.background):
             return True
         start = self.ledger.match(scope, tokens)
-        return self.host.prefetch(start, self._digests(scope, tokens)[start:])
+        digests = self._digests(scope, tokens)[start:]
+        if any(not lift.digests.isdisjoint(digests) for lift in self._lifts):
+            return False
+        if not host.prefetch(start, digests):
+            return False
+        return not (self.flights.background and self._lift(host, scope, tokens))
 
-    def _restore(self, host: HostTier, core: CoreCache, scope: bytes, tokens: array[int]) -> None:
-        """Brings the blocks behind the published prefix up again, as many as there are pages for: all or none."""
+    def _lift(self, host: HostTier, scope: bytes, tokens: array[int]) -> bool:
+        """Starts bringing up to the pools what `open` would have to; whether there was anything, and room for it."""
+        core = self.ledger.open(scope, tokens, 0, 0)
+        start = core.published
+        restored = self._bring_prefix(host, core, scope, tokens)
+        if restored is None:
+            self.close(core)
+            return False
+        copies, finish = restored
+        lift = Lift(self._digests(scope, tokens)[start:])
+        self._lifts.append(lift)
+
+        def landed() -> None:
+            self._lifts.remove(lift)
+            finish()
+            self.close(core)
+
+        lift.flight = self.flights.start(copies, landed, releases=True)
+        return True
+
+    def _bring_prefix(
+        self, host: HostTier, core: CoreCache, scope: bytes, tokens: array[int]
+    ) -> tuple[list[RowCopy], Callable[[], None]] | None:
+        """Gives `core` pages for the blocks below that follow its published prefix, as many as there are pages for: all
+        or none. What is to be copied there, and what publishes it then."""
         start = core.published
         digests = self._digests(scope, tokens)[start:]
         stop = start + host.servable(start, digests)
         if stop == start or core.shortage(stop, stop, stop * self._size) is not None:
-            return
+            return None
         stop = start + host.stage(start, digests[: stop - start])
         if stop == start:
-            return
+            return None
         history = stop * self._size
         core.advance(history, history)  # a window starts where the longer prefix needs it to
         firsts = [max(start, rule.first_live_block(history)) for rule in self.rules]
         needed = [digests[first - start : stop - start] for first in firsts]
         lent = [shelf.lend(wanted) for shelf, wanted in zip(host.shelves, needed, strict=True)]
         self.grow(core, stop, stop)
-        for group, (shelf, wanted, slots) in enumerate(zip(host.shelves, needed, lent, strict=True)):
-            self._bring_up(core, group, firsts[group], slots, shelf.rows)
-            shelf.end_loan(wanted, slots)
-        self.publish(core, tokens[start * self._size : history], stop, history)
-        self.snapshot(core)
+        cleared = self._clears
 
-    def _bring_up(self, core: CoreCache, group: int, first: int, sources: Sequence[int], rows: torch.Tensor) -> None:
-        """Copies slots of `rows` to the blocks of `core` from index `first` on."""
+        def finish() -> None:
+            for shelf, wanted, slots in zip(host.shelves, needed, lent, strict=True):
+                shelf.end_loan(wanted, slots)
+            if cleared == self._clears:
+                self.publish(core, tokens[start * self._size : history], stop, history)
+                self.snapshot(core)
+                self.restored_blocks += stop - start
+
+        return [
+            self.rise(core, group, firsts[group], slots, shelf.rows)
+            for group, (shelf, slots) in enumerate(zip(host.shelves, lent, strict=True))
+        ], finish
+
+    def rise(self, core: CoreCache, group: int, first: int, sources: Sequence[int], rows: torch.Tensor) -> RowCopy:
+        """The copy of slots of `rows` to the blocks of `core` from index `first` on."""
         offset = 0 if self.rules[group].is_state else first - core.first_block(group)
-        self.pages.write(group, list(core.table(group)[offset : offset + len(sources)]), rows, sources)
+        slots = list(core.table(group)[offset : offset + len(sources)])
+        return RowCopy(self.pages.rows(group), slots, rows, sources)
 
     def _digests(self, scope: bytes, tokens: array[int]) -> list[bytes]:
-        digests = []
-        for start in range(0, len(tokens) - self._size + 1, self._size):
-            scope = block_digest(scope, tokens[start : start + self._size])
-            digests.append(scope)
-        return digests
-
-    def suspend(self, core: CoreCache, history: int) -> Parked | None:
-        """Moves the bytes of `history` tokens down and closes `core`; None, with nothing changed, for lack of room."""
-        if self.host is None:
-            return None
-        blocks = -(-history // self._size)
-        firsts, tables = [], []
-        for group, rule in enumerate(self.rules):
-            start = core.first_block(group)
-            first = 0 if rule.is_state else max(start, rule.first_live_block(history))
-            firsts.append(first)
-            tables.append(list(core.table(group)[first - start : blocks - start]))
-        parked = self.host.park(tables, firsts, [self.pages.rows(group) for group in range(len(self.rules))])
-        if parked is not None:
-            self.close(core)
-        return parked
+        """Of the whole blocks of `tokens`. Those last asked for are kept: a waiting request asks before every step."""
+        if (scope, tokens) != self._hashed[:2]:
+            digests, parent = [], scope
+            for start in range(0, len(tokens) - self._size + 1, self._size):
+                parent = block_digest(parent, tokens[start : start + self._size])
+                digests.append(parent)
+            self._hashed = (scope, tokens, digests)
+        return self._hashed[2]
 
     def withhold(self, group: int, slots: Sequence[int]) -> None:
         """Keeps idle slots from everybody. A remote reader of what was in them is told by their generations."""
@@ -195,48 +264,19 @@ class TieredBooks:
         if slots:
             self.pages.claim(group, slots)
 
-    def resume(
-        self,
-        parked: Parked,
-        core: CoreCache,
-        history: int,
-        tokens: array[int],
-        relieve: Callable[[Sequence[int]], bool],
-    ) -> tuple[int, int, int] | None:
-        """Fills `core`, just opened with what the pools still hold of `tokens` (the committed ones), with the parked
-        bytes; releases them. The shortage, with `core` closed and nothing else changed, when pages are lacking;
-        CacheLostError, likewise, when the bytes are."""
-        published, blocks = core.published, -(-history // self._size)
-        core.advance(history, history)
-        shortage = core.shortage(blocks, blocks, history)
-        if shortage is not None and not relieve(core.needs(blocks, blocks, history)):
-            self.close(core)
-            return shortage
-        stored = []
-        firsts = [
-            0 if rule.is_state else max(published, first)
-            for rule, first in zip(self.rules, parked.first_blocks, strict=True)
-        ]
-        for group, (first, start) in enumerate(zip(firsts, parked.first_blocks, strict=True)):
-            rows = parked.stored(group, first - start)
-            if rows is None:
-                self.close(core)
-                raise CacheLostError("a suspended KV cache did not come back whole from disk: compute it again")
-            stored.append(rows)
-        self.grow(core, blocks, blocks)
-        for group, (first, rows) in enumerate(zip(firsts, stored, strict=True)):
-            self._bring_up(core, group, first, rows.slots, rows.rows)
-        committed = len(tokens) // self._size
-        if committed > published:
-            self.publish(core, tokens[published * self._size :], committed, history)
-        parked.release()
-        return None
-
     def clear(self) -> None:
+        """What is on its way up is not published when it arrives; what is on its way down is forgotten there."""
+        self._clears += 1
         self.ledger.clear()
         self._follow()
         if self.host is not None:
             self.host.clear()
+
+    def end(self) -> None:
+        """Waits for the copies under way; nothing else is called afterwards."""
+        self.flights.close()
+        if self.host is not None:
+            self.host.close()
 
     def check_integrity(self) -> None:
         self.ledger.check_integrity()
@@ -252,7 +292,7 @@ def build_tiers(
     if not options.disk_bytes:
         if not options.host_bytes:
             return None
-        return HostTier(layouts, rules, options.host_bytes, events, typical_tokens=options.typical_tokens)
+        return HostTier(layouts, rules, options.host_bytes, events, None, options.typical_tokens, options.device)
     if not options.host_bytes:
         raise ConfigError(
             "kv_cache.disk_bytes needs a host tier to move blocks through: set kv_cache.host_bytes too",
@@ -261,4 +301,4 @@ def build_tiers(
     if options.disk_dir is None:
         raise ConfigError("kv_cache.disk_bytes needs a folder: set kv_cache.disk_dir", field="kv_cache.disk_dir")
     disk = DiskTier(options.disk_dir, layouts, options.disk_bytes, lead_group(rules), events)
-    return HostTier(layouts, rules, options.host_bytes, events, disk, options.typical_tokens)
+    return HostTier(layouts, rules, options.host_bytes, events, disk, options.typical_tokens, options.device)

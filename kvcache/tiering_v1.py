@@ -66,7 +66,11 @@ class BelowV1:
         if self.host is None:
             return None
         rows = [self._pages.rows(group) for group in self._groups]
-        return self.host.park([table] * len(rows), [0] * len(rows), rows)
+        parked = self.host.park([table] * len(rows), [0] * len(rows), rows)
+        if parked is not None:
+            for copy in parked.copies:
+                copy.make()
+        return parked
 
     def unpark(self, parked: Parked, first: int, slots: Sequence[int]) -> None:
         """Copies what was parked from block `first` on to claimed `slots`, and forgets all of it."""

@@ -24,6 +24,8 @@ _CACHE_COUNTERS = {
     "loaded_tokens": ("kvferry_worker_connector_hit_tokens", "Of the found ones, loaded by an external connector"),
     "connector_failures": ("kvferry_worker_connector_failures", "Calls to the external connector that failed"),
     "evicted_blocks": ("kvferry_worker_evicted_blocks", "Cached KV blocks that made way for others"),
+    "copied_ahead": ("kvferry_worker_copied_ahead_blocks", "Of these, held by the tier below already"),
+    "copied_at_once": ("kvferry_worker_copied_at_once_blocks", "Of these, copied down while a step waited"),
     "refused_reservations": ("kvferry_worker_refused_reservations", "Reservations that found too few KV blocks"),
     "suspensions": ("kvferry_worker_suspensions", "Requests whose KV cache moved to a tier below"),
     "resumptions": ("kvferry_worker_resumptions", "Suspended requests that went on"),

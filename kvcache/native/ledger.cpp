@@ -79,6 +79,13 @@ Counts Ledger::counts(std::size_t group) const {
   return counts;
 }
 
+std::vector<std::pair<Digest, Slot>> Ledger::coldest(std::size_t group, Slot most) const {
+  const SlotStore& store = groups_.at(group).store;
+  std::vector<std::pair<Digest, Slot>> blocks;
+  for (const Slot slot : store.coldest(most)) blocks.emplace_back(store.publication(slot)->digest, slot);
+  return blocks;
+}
+
 void Ledger::withhold(std::size_t group, const std::vector<Slot>& slots) {
   SlotStore& store = groups_.at(group).store;
   for (const Slot slot : slots) {

@@ -47,6 +47,8 @@ class Ledger {
   Counts counts() const;
   Counts counts(std::size_t group) const;
   std::vector<Slot> idle(std::size_t group) const { return groups_.at(group).store.idle(); }
+  // The first `most` cached slots in the order of their eviction, and the blocks they hold.
+  std::vector<std::pair<Digest, Slot>> coldest(std::size_t group, Slot most) const;
   Slot idle_slabs(std::size_t group) const { return groups_.at(group).store.slabs().size(); }
   std::vector<std::pair<bool, Slot>> first_idle_slabs(std::size_t group, Slot most) const {
     return groups_.at(group).store.slabs().first(most);

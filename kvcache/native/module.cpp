@@ -136,6 +136,14 @@ void bind_ledger(py::module_& module) {
            },
            py::arg("group") = py::none())
       .def("idle", &Ledger::idle)
+      .def("coldest",
+           [](const Ledger& ledger, std::size_t group, Slot most) {
+             py::list list;
+             for (const auto& [digest, slot] : ledger.coldest(group, most)) {
+               list.append(py::make_tuple(to_bytes(digest), slot));
+             }
+             return list;
+           })
       .def("idle_slabs", &Ledger::idle_slabs)
       .def("first_idle_slabs", &Ledger::first_idle_slabs)
       .def("withhold", &Ledger::withhold)

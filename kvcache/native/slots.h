@@ -49,6 +49,8 @@ class SlotStore {
   const SlabIndex& slabs() const;
   // Slots nobody holds: the free ones, ascending, then the cached ones in the order of their eviction.
   std::vector<Slot> idle() const;
+  // The first `most` cached slots in the order of their eviction.
+  std::vector<Slot> coldest(Slot most) const { return cached_.list(most); }
   // Keeps a free slot from everybody until it is given back.
   void withhold(Slot slot);
   void give_back(Slot slot);

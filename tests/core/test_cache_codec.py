@@ -35,6 +35,7 @@ def test_kv_events_travel_in_messages_and_make_the_batch_again(monkeypatch: pyte
 
 def test_cache_statistics_and_tiers_come_back_as_they_went() -> None:
     counted = CacheStatistics(opened=1, prompt_tokens=2, reused_tokens=3, restored_tokens=4, evicted_blocks=5)
+    counted.copied_ahead, counted.copied_at_once = 10, 11
     counted.refused_reservations, counted.suspensions, counted.resumptions, counted.moved_shares = 6, 7, 8, 9
     assert cache_codec.statistics_from_wire(cache_codec.statistics_to_wire(counted)) == counted
     tier = TierCounts("host", 9, 4, 3, 2)

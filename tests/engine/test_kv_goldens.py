@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from families import FAMILIES
 
 from kvferry.core import SamplingParams
 from kvferry.engine import LLM
+from kvferry.engine import llm as llm_module
+from kvferry.kvcache import BackgroundCopier, RowCopy
 from kvferry.kvcache.pool import slot_counts
 
 AssertGolden = Callable[[Any, Sequence[int], Sequence[int]], int]
@@ -111,6 +115,35 @@ def test_windows_reused_suspended_and_squeezed(
         assert counted.evicted_blocks > 0
         if name == "gemma3":  # its groups that keep all blocks run out
             assert counted.suspensions == counted.resumptions > 0
+
+
+class SlowCopier(BackgroundCopier):
+    """Every copy takes longer than a step."""
+
+    def submit(self, copies: Sequence[RowCopy]) -> Future[None]:
+        self._caller.submit(lambda: time.sleep(0.03))
+        return super().submit(copies)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
+def test_steps_go_on_while_tiers_are_slow(
+    name: str,
+    window_dir: Callable[[str], Path],
+    reference: Any,
+    assert_golden: AssertGolden,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llm_module, "BackgroundCopier", SlowCopier)
+    asked = prompts(211)
+    states: dict[str, Any] = {"prefix_reuse": True, "snapshot_tokens": 16, "kv_typical_tokens": 48, "blocks": 14}
+    with make_engine(window_dir(name), "cpp", host=4, **(states if name == "nemotron_h" else {})) as llm:
+        check(llm, reference, window_dir(name), asked, assert_golden, 24)
+        check(llm, reference, window_dir(name), asked[::-1], assert_golden, 8)
+        counted = llm.manager.statistics()
+        assert counted.suspensions == counted.resumptions > 0
+        assert counted.copied_ahead > 0
+        if name == "gemma3":  # the other one's snapshots are seldom in the host tier with all blocks before them
+            assert counted.restored_tokens > 0
 
 
 @pytest.mark.parametrize("core", ["cpp", "python"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kvcache.free_slots import FreeSlots
@@ -49,6 +49,7 @@ def test_a_request_that_fits_no_run_is_put_together_from_the_longest() -> None:
     assert len(free) == 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.randoms(use_true_random=False))
 def test_no_slot_is_lost_or_given_twice(size: int, rng: random.Random) -> None:
     free, taken = FreeSlots(size), list[int]()

@@ -39,6 +39,12 @@ class V2Machine(ManagerMachine):
 
 class V2HostMachine(V2Machine):
     host_blocks = 9
+    copies_later = True
+    debug = True
+
+
+class V2AtOnceMachine(V2HostMachine):
+    copies_later = False
 
 
 class V2UniformHostMachine(V2HostMachine):
@@ -67,6 +73,7 @@ class V2SharedMachine(V2Machine):
 class V2SharedPythonHostMachine(V2SharedMachine):
     core = "python"
     host_blocks = 9
+    copies_later = True
 
 
 class V2HybridMachine(ManagerMachine):
@@ -80,6 +87,7 @@ class V2HybridHostMachine(V2HybridMachine):
     drops_stale = True
     host_blocks = 9
     core = "python"
+    copies_later = True
 
 
 MACHINES = [V1EverythingMachine, V2HostMachine]
@@ -90,6 +98,7 @@ VARIANTS = [
     V1ConnectorMachine,
     V2Machine,
     V2UniformMachine,
+    V2AtOnceMachine,
     V2UniformHostMachine,
     V2WindowsOnlyMachine,
     V2SharedMachine,

@@ -107,7 +107,7 @@ def test_what_is_parked_on_disk_is_read_before_it_is_resumed(
     manager = make_parking()
     cache = manager.open("", PROMPT, max_reuse=0)
     with pytest.raises(CacheStateError, match="prepare_resume: the cache is open"):
-        cache.prepare_resume()
+        cache.prepare_resume(PROMPT)
     write(manager, cache, PROMPT, 18)
     assert cache.suspend()
     pass_through_all_pages(manager)
@@ -123,11 +123,11 @@ def test_what_is_parked_on_disk_is_read_before_it_is_resumed(
         return read_file(shelf, slot, kind, digest)
 
     monkeypatch.setattr(DiskShelf, "_read_file", slowly)
-    assert not cache.prepare_resume()
-    assert not cache.prepare_resume()
+    assert not cache.prepare_resume(PROMPT)
+    assert not cache.prepare_resume(PROMPT)
     go_on.set()
     deadline = time.monotonic() + 20
-    while not cache.prepare_resume():
+    while not cache.prepare_resume(PROMPT):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     cache.resume(PROMPT)
@@ -143,7 +143,7 @@ def test_a_cache_that_is_closed_while_it_is_read_leaves_nothing(
 ) -> None:
     manager = make_parking()
     cache = suspended(manager)
-    cache.prepare_resume()
+    cache.prepare_resume(PROMPT)
     cache.close()
     assert parked(manager) == [0, 0]
     manager.check_integrity()

@@ -26,7 +26,7 @@ from kvferry.core import (
 from kvferry.core.layout import GroupKind
 from kvferry.engine import Chunk, EngineSettings, GenerationScheduler, Sampled
 from kvferry.engine import Sequence as EngineSequence
-from kvferry.kvcache import KVCacheManager, KVPool, create_manager
+from kvferry.kvcache import Copier, KVCacheManager, KVPool, create_manager
 from kvferry.kvcache.pool import slot_counts
 
 BLOCK = 4
@@ -146,10 +146,11 @@ def make_bench(
     host_blocks: int = 0,
     states: bool = False,
     disk_dir: Path | None = None,
+    copier: Copier | None = None,
     **settings: Any,
 ) -> Bench:
     """states: the model has a recurrent state too; without reuse on V1, which keeps one per request. disk_dir: of a
-    tier below the host's; close the manager."""
+    tier below the host's; close the manager. copier: see `CacheOptions`."""
     layouts = (LAYOUT, STATE) if states else (LAYOUT,)
     runner = EchoRunner(EngineSettings(tokens_per_block=BLOCK, **settings), layouts=layouts)
     manager = create_manager(
@@ -160,6 +161,7 @@ def make_bench(
         disk_bytes=1 << 20 if disk_dir else 0,
         disk_dir=disk_dir,
         prefix_reuse=not states or version == "V2",
+        copier=copier,
     )
     events: dict[int, list[Any]] = {}
     scheduler = GenerationScheduler(

@@ -27,7 +27,7 @@ from kv_model import (
 )
 
 from kvferry.core import ConfigError
-from kvferry.kvcache import CacheStateError, OutOfBlocksError
+from kvferry.kvcache import CacheStateError, OutOfBlocksError, RowCopy
 from kvferry.kvcache.pool import slot_counts
 
 
@@ -219,8 +219,8 @@ class ManagerMachine(ManagerModel):
                 self.manager.resize(self._nbytes(blocks))
             assert self._seen() == before
             return
-        self.manager.resize(self._nbytes(blocks))
-        self._quota = quota
+        if self._unless_copying(lambda: self.manager.resize(self._nbytes(blocks))):
+            self._quota = quota
         self._forget_generations()
 
     def _resize_shared(self, blocks: int) -> None:
@@ -240,10 +240,43 @@ class ManagerMachine(ManagerModel):
         with pytest.raises(CacheStateError):
             held.hold.release()
 
+    @precondition(lambda self: self.copier.waiting)
+    @rule(which=WHICH)
+    def copy(self, which: int) -> None:
+        pick(self.copier.waiting, which).make()
+
+    @precondition(lambda self: self.copies_later)
+    @rule()
+    def poll(self) -> None:
+        made = self.copying
+        assert self.manager.poll() == (made or self.copying)
+        assert self.copying == bool(self.copier.waiting)
+        self._forget_generations()
+
+    @precondition(lambda self: self.copies_later)
+    @rule(tokens=st.sampled_from(SEQUENCES), scope=st.sampled_from(SCOPES), prompt=st.integers(1, LENGTH))
+    def prefetch(self, tokens: list[int], scope: str, prompt: int) -> None:
+        matched, lengths = self.manager.match(scope, tokens[:prompt]), self._seen_lengths()
+        if not self.manager.prefetch(scope, tokens[:prompt]):
+            assert self.copying
+        assert self.manager.match(scope, tokens[:prompt]) == matched
+        assert self._seen_lengths() == lengths
+
+    @precondition(lambda self: self.copies_later and self.suspended)
+    @rule(which=WHICH)
+    def prepare_resume(self, which: int) -> None:
+        live = pick(self.suspended, which)
+        ready = live.cache.prepare_resume(live.tokens)
+        assert ready or self.copying
+        assert live.cache.suspended
+        assert not any(table for table, _ in self._tables(live))
+
     @rule()
     def clear_reuse(self) -> None:
         self.manager.clear_reuse()
         self.connector.blocks.clear()
+        if self.pages_away:  # what is under way has pages, and with them their prefixes
+            return
         for scope in SCOPES:
             for tokens in SEQUENCES:
                 assert self.manager.match(scope, tokens) <= self._committed_by_live(scope, tokens, by_forks=True)
@@ -332,8 +365,30 @@ class ManagerMachine(ManagerModel):
                 shared |= set(table[:own])
                 private += table[own:]
             private += [slot for held in self.quarantines for slot in held.tables[group].block_ids]
+            copied = [
+                slot
+                for copy in self._copies()
+                if copy.target.data_ptr() == self.manager.pools[group].buffer.data_ptr() and self.typical is None
+                for slot in copy.to
+            ]
+            assert not set(copied) & shared, "a copy writes a committed block"
+            private += copied
             assert len(private) == len(set(private)), "a slot has two writers"
             assert not shared & set(private), "a committed block has a writer"
+
+    def _copies(self) -> list[RowCopy]:
+        return [copy for pending in self.copier.waiting for copy in pending.copies]
+
+    @invariant()
+    def one_copy_to_each_slot_below(self) -> None:
+        pools = [pool.buffer.data_ptr() for pool in self.manager.pools]
+        targets = [
+            (copy.target.data_ptr(), slot)
+            for copy in self._copies()
+            if copy.target.data_ptr() not in pools
+            for slot in copy.to
+        ]
+        assert len(targets) == len(set(targets))
 
     @invariant()
     def conserved(self) -> None:
@@ -342,10 +397,15 @@ class ManagerMachine(ManagerModel):
         assert counts.total == sum(quotas)
         slots_nbytes = sum(n * slot_nbytes for n, slot_nbytes in zip(quotas, self.slot_nbytes, strict=True))
         assert slots_nbytes <= self._nbytes(BLOCKS)
-        assert counts.free == counts.total - held
+        pinned = sum(len(slots) for slots in self._slots_of(self.pins))
         assert counts.cached <= counts.free
-        assert counts.pinned == sum(len(slots) for slots in self._slots_of(self.pins))
         assert counts.quarantined == sum(len(slots) for slots in self._slots_of(self.quarantines))
+        if self.pages_away:
+            assert counts.free <= counts.total - held
+            assert counts.pinned >= pinned
+            return
+        assert counts.free == counts.total - held
+        assert counts.pinned == pinned
         if self.typical is not None:
             return
         room = [quota - len(slots) for quota, slots in zip(quotas, held_slots, strict=True)]
@@ -388,6 +448,10 @@ class ManagerMachine(ManagerModel):
             live.cache.close()
         for held in self.pins + self.quarantines:
             held.hold.release()
+        while self.copying:
+            for copy in self.copier.waiting[::-1]:
+                copy.make()
+            self.manager.poll()
         self.manager.resize(self._nbytes(BLOCKS))
         self.manager.check_integrity()
         counts = self.manager.counts()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
+from manual_copier import ManualCopier
 from memory_connector import MemoryConnector
 
 from kvferry.core import BlockTable, GroupKind, KVLayout
@@ -103,6 +104,9 @@ class ManagerModel(RuleBasedStateMachine):
     debug: ClassVar[bool] = False
     host_blocks: ClassVar[int] = 0
     external: ClassVar[bool] = False
+    copies_later: ClassVar[bool] = False
+    """Whether copies between the pools and the host tier are steps of their own; only while there are none under way
+    does the model know how many slots are free."""
     typical: ClassVar[int | None] = None
     """Set: the groups share one buffer, and the model does not know which of them has how much of it."""
 
@@ -112,6 +116,7 @@ class ManagerModel(RuleBasedStateMachine):
         self.states = [group for group, layout in enumerate(self.layouts) if layout.kind.is_state]
         self.connector = MemoryConnector()
         self.has_below = bool(self.host_blocks or self.external)
+        self.copier = ManualCopier()
         self.manager = create_manager(
             self.version,
             self.layouts,
@@ -122,6 +127,7 @@ class ManagerModel(RuleBasedStateMachine):
             connector=self.connector if self.external else None,
             typical_tokens=self.typical,
             step_tokens=SIZE,
+            copier=self.copier if self.copies_later else None,
         )
         self.views = [pool.view.numpy() for pool in self.manager.pools]
         self.counters = [pool.generations.numpy() for pool in self.manager.pools]
@@ -169,8 +175,8 @@ class ManagerModel(RuleBasedStateMachine):
                 assert self._seen() == before
                 return False
             assert self.typical is not None, "more was given than there is"
-        else:
-            live.cache.reserve(capacity, ahead=ahead, loaded=loaded)
+        elif not self._unless_copying(lambda: live.cache.reserve(capacity, ahead=ahead, loaded=loaded)):
+            return False
         live.near, live.loaded = near, max(loaded, live.loaded)
         live.just_committed = live.just_committed and not loaded
         if loaded:  # windows may have dropped blocks and got them back
@@ -217,7 +223,28 @@ class ManagerModel(RuleBasedStateMachine):
         for blocks in range(1, history // SIZE + 1):
             self.published.add((live.scope, tuple(live.tokens[: blocks * SIZE])))
 
+    def _unless_copying(self, call: Callable[[], object]) -> bool:
+        """Whether `call` succeeds; it must, unless copies under way have pages."""
+        before, copying = self._seen(), self.pages_away
+        try:
+            call()
+        except OutOfBlocksError:
+            assert copying
+            assert self._seen() == before
+            return False
+        return True
+
     # -- the model --------------------------------------------------------------------------------------
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies are under way, or have ended without that being noted yet."""
+        return self.copies_later and bool(self.manager._books.flights)  # type: ignore[attr-defined]
+
+    @property
+    def pages_away(self) -> bool:
+        """Whether copies, or suspended caches that will soon be resumed, have pages."""
+        return self.copying or any(live.cache.resuming for live in self.suspended)
 
     def _take(self, which: int, among: list[Live]) -> Live:
         live = pick(among, which)
@@ -274,9 +301,12 @@ class ManagerModel(RuleBasedStateMachine):
         return nbytes_of(self.layouts, blocks)
 
     def _seen(self) -> object:
-        lengths = [(c.cache.committed, c.cache.history, c.cache.capacity, self._tables(c)) for c in self.live]
+        lengths = self._seen_lengths()
         matches = [self.manager.match(scope, tokens) for scope in SCOPES for tokens in SEQUENCES]
         return lengths, matches, self.manager.counts(), [counters.tolist() for counters in self.counters]
+
+    def _seen_lengths(self) -> object:
+        return [(c.cache.committed, c.cache.history, c.cache.capacity, self._tables(c)) for c in self.live]
 
     def _refused(self, call: Callable[[], object]) -> None:
         before = self._seen()

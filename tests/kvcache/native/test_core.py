@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from kv_model import WHICH
+from manual_copier import ManualCopier
 
 from kvferry.core import ConfigError, GroupKind, KVLayout, block_digests
 from kvferry.kvcache import BlockHold, CacheStateError, KVCache, OutOfBlocksError, create_manager
@@ -104,6 +105,7 @@ class Lockstep(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         nbytes = BLOCKS * sum(layout.slot_nbytes for layout in self.layouts)
+        self.copiers = [ManualCopier(), ManualCopier()]
         self.managers = [
             create_manager(
                 "V2",
@@ -113,8 +115,9 @@ class Lockstep(RuleBasedStateMachine):
                 host_bytes=nbytes // 2,
                 typical_tokens=self.typical,
                 step_tokens=8,
+                copier=copier,
             )
-            for name in ("cpp", "python")
+            for name, copier in zip(("cpp", "python"), self.copiers, strict=True)
         ]
         self.nbytes = nbytes
         self.live: list[tuple[Pair, list[int]]] = []
@@ -209,6 +212,30 @@ class Lockstep(RuleBasedStateMachine):
             self._both(lambda cache: cache.suspend(), pair)
             assert pair[0].suspended == pair[1].suspended
 
+    @precondition(lambda self: self.live)
+    @rule(which=WHICH)
+    def prepare_resume(self, which: int) -> None:
+        pair, tokens = self._any(which)
+        if pair[0].suspended:
+            first, second = (cache.prepare_resume(tokens) for cache in pair)
+            assert first == second
+
+    @rule(tokens=st.sampled_from(SEQUENCES), scope=st.sampled_from(["", "a"]), length=st.integers(0, 60))
+    def prefetch(self, tokens: list[int], scope: str, length: int) -> None:
+        first, second = (manager.prefetch(scope, tokens[:length]) for manager in self.managers)
+        assert first == second
+
+    @precondition(lambda self: self.copiers[0].waiting)
+    @rule(which=WHICH)
+    def copy(self, which: int) -> None:
+        for copier in self.copiers:
+            copier.waiting[which % len(copier.waiting)].make()
+
+    @rule()
+    def poll(self) -> None:
+        first, second = (manager.poll() for manager in self.managers)
+        assert first == second
+
     @precondition(lambda self: self.holds)
     @rule(which=WHICH)
     def release(self, which: int) -> None:
@@ -228,6 +255,12 @@ class Lockstep(RuleBasedStateMachine):
         assert cpp.group_counts() == python.group_counts()
         assert cpp.statistics() == python.statistics()
         assert cpp.tier_counts() == python.tier_counts()
+        assert cpp.releasing == python.releasing
+        copies = [
+            [[(copy.to, copy.sources) for copy in pending.copies] for pending in copier.waiting]
+            for copier in self.copiers
+        ]
+        assert copies[0] == copies[1]
         for ours, theirs in zip(cpp.pools, python.pools, strict=True):
             assert ours.generations.tolist() == theirs.generations.tolist()
         for scope in ("", "a"):
